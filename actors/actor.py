@@ -29,7 +29,6 @@ from raypipe.actors.stage.optimizers import build_optimizer
 from raypipe.actors.stage.state import PackedState, packed, unpacked
 from raypipe.actors.transport import cuda
 from raypipe.actors.transport.process import ProcessTransport
-from raypipe.actors.transport.rendezvous import host_store
 from raypipe.artifacts.branches import stages_text
 from raypipe.artifacts.checkpoint_files import FileSums
 from raypipe.artifacts.storage import Storage
@@ -79,6 +78,13 @@ def remedy_of(error: BaseException) -> str:
     return "see the actor's log in the Ray dashboard"
 
 
+def _merged(layers: Sequence[int], states: Sequence[PackedState]) -> dict[int, dict[str, torch.Tensor]]:
+    merged: dict[int, dict[str, torch.Tensor]] = {}
+    for layer, state in zip(layers, states, strict=True):
+        merged.setdefault(layer, {}).update(unpacked(state))
+    return merged
+
+
 class StageActor:
     """One device and the stages on it.
 
@@ -101,7 +107,6 @@ class StageActor:
         start_profiler()  # layers are measured in a thread of Ray's
         self.identity = identity
         self._activity = Activity()
-        self._store: object = None
         self._stages: DeviceStages | None = None
         self._transport: ProcessTransport | None = None
         self._executor: Executor | None = None
@@ -130,6 +135,8 @@ class StageActor:
             computes=bool(progress) and not progress.startswith("waiting"),
             failure=running.failure if running is not None else None,
             awaited=self._awaited(step) if step is not None else None,
+            name=self.identity.name,
+            stages=self.identity.stage_text,
         )
 
     def _awaited(self, step: ReceiveStep | AwaitStep) -> Awaited:
@@ -224,9 +231,12 @@ class StageActor:
         """Return what a stage gives, from what the stages before it give; prepare its weights for the precision."""
         return self._built(f"finding the shapes of stage {stage}").output_specs(stage, made)
 
-    def take_snapshot(self) -> None:
-        """Copy weights and optimizer state of each layer, of replicas the first, into memory."""
-        self._built("copying layers").take_snapshot()
+    def take_snapshot(self, layers: Sequence[int] = (), *stepped: PackedState) -> None:
+        """Copy weights and optimizer state of each layer, of replicas the first, into memory.
+
+        `layers` are those of which other replicas have `stepped` a part.
+        """
+        self._built("copying layers").take_snapshot(_merged(layers, stepped))
 
     def write_snapshot(self, folder: Storage) -> dict[str, FileSums]:
         """Write the copy into a folder, in a thread of its own; return the sums of each file, or raise `RunError`."""
@@ -239,23 +249,23 @@ class StageActor:
         """Read what was written from this or any other cut of the model."""
         self._built("loading").load(folder)
 
-    def primary_layers(self) -> list[int]:
-        """Return the layers that this device exports, of replicas the first."""
-        return self._stages.primary_layers() if self._stages is not None else []
+    def exported_layers(self) -> tuple[list[int], list[int]]:
+        """Return the layers that this device exports whole, of replicas the first, and those of which it has stepped a part."""
+        return self._stages.exported_layers() if self._stages is not None else ([], [])
 
     def needed_layers(self) -> list[int]:
         """Return the layers whose states this device's stages need."""
         return self._stages.needed_layers() if self._stages is not None else []
 
     def export_layers(self, layers: Sequence[int]) -> Iterator[PackedState | None]:
-        """Yield weights and optimizer state of each layer, then `None`, which tells the driver that all are done."""
+        """Yield what this device has of each of `exported_layers`, then `None`, which tells the driver that all are done."""
         for state in self._built(f"exporting layers {', '.join(map(str, layers))}").export_layers(layers):
             yield packed(state)
         yield None
 
     def import_layers(self, layers: Sequence[int], *states: PackedState) -> None:
-        """Take over layers that `needed_layers` returned, with the states that `export_layers` yielded."""
-        self._built("importing layers").import_layers({layer: unpacked(state) for layer, state in zip(layers, states, strict=True)})
+        """Take over layers that `needed_layers` returned, with the states that `export_layers` yielded on one or more devices."""
+        self._built("importing layers").import_layers(_merged(layers, states))
 
     def hold(self, update: int, oldest: int, *states: PackedState) -> None:
         """Keep the states of another node's layers behind an update, and drop those that were kept before the update `oldest`.
@@ -272,12 +282,6 @@ class StageActor:
 
     # Connecting
 
-    def host_store(self, *, host: str, timeout_s: float) -> int:
-        """Open the store where all actors meet; return its port."""
-        self._activity.begin("opening the store")
-        self._store, port = host_store(host, timeout_s=timeout_s)
-        return port
-
     def connect(self, order: ConnectOrder, edge_specs: EdgeSpecs, *, host_ip: str) -> None:
         """Connect this device with its neighbors."""
         stages = self._built("connecting")
@@ -288,7 +292,7 @@ class StageActor:
             shared=order.shared,
             groups=order.groups,
             patterns=order.patterns,
-            store=(order.host, order.port),
+            store=order.store,
             prefix=order.prefix,
             connect_timeout_s=order.connect_timeout_s,
             timeout_s=order.message_timeout_s,

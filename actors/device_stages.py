@@ -16,7 +16,7 @@ from raypipe.actors.stage.module import StageModule
 from raypipe.actors.stage.optimizers import build_optimizer
 from raypipe.actors.stage.precision import build_stage, loss_in_float32, prepare
 from raypipe.actors.stage.snapshot import Snapshot
-from raypipe.actors.stage.state import export_layers, import_layers
+from raypipe.actors.stage.state import export_layers, export_stepped, import_layers
 from raypipe.actors.stage.weights import Weights
 from raypipe.artifacts.checkpoint_files import FileSums
 from raypipe.artifacts.storage import Storage
@@ -81,9 +81,12 @@ class DeviceStages:
 
     # Layers on disk
 
-    def take_snapshot(self) -> None:
-        """Copy weights and optimizer state of the primary stages into memory; the copy before must have been written."""
-        self._snapshot.take(self._primary())
+    def take_snapshot(self, stepped: Mapping[int, Mapping[str, Tensor]]) -> None:
+        """Copy weights and optimizer state of the primary stages into memory; the copy before must have been written.
+
+        `stepped` is what other copies have of the optimizer's state, by layer.
+        """
+        self._snapshot.take(self._primary(), stepped)
 
     def write_snapshot(self, folder: Storage) -> dict[str, FileSums]:
         """Write the copy into a folder while windows run; return the sums of each layer's file."""
@@ -98,19 +101,20 @@ class DeviceStages:
     def _primary(self) -> list[Weights]:
         return [weights for stage, weights in self.weights.items() if stage in self.primary]
 
-    def primary_layers(self) -> list[int]:
-        """Return the layers that this device exports."""
-        return [index for weights in self._primary() for index in weights.module.indices]
+    def exported_layers(self) -> tuple[list[int], list[int]]:
+        """Return the layers that this device exports whole, and those of which it, not the first copy, has stepped a part."""
+        stepped = [layer for stage, weights in self.weights.items() if stage not in self.primary for layer in export_stepped(weights)]
+        return [index for weights in self._primary() for index in weights.module.indices], stepped
 
     def needed_layers(self) -> list[int]:
         """Return the layers whose states the stages need."""
         return list(dict.fromkeys(layer for weights in self.weights.values() for layer in weights.module.needed_layers))
 
     def export_layers(self, layers: Sequence[int]) -> Iterator[dict[str, Tensor]]:
-        """Yield weights and optimizer state of each layer."""
+        """Yield what this device has to export of each of `exported_layers`."""
         for layer in layers:
-            weights = next(weights for weights in self._primary() if layer in weights.module.indices)
-            yield {name: tensor.cpu() for name, tensor in export_layers(weights)[layer].items()}
+            stage, weights = next((stage, weights) for stage, weights in self.weights.items() if layer in weights.module.indices)
+            yield (export_layers if stage in self.primary else export_stepped)(weights)[layer]
 
     def import_layers(self, states: Mapping[int, Mapping[str, Tensor]]) -> None:
         """Take over the states of `needed_layers`, by layer, as `export_layers` yielded them."""

@@ -16,8 +16,9 @@ from raypipe.artifacts import codec
 from raypipe.artifacts.files import read_text, write_text
 from raypipe.artifacts.record import invalid, record
 from raypipe.artifacts.syntax import yaml_text, yaml_tree
-from raypipe.errors import ConfigError
+from raypipe.errors import ConfigError, ScheduleError
 from raypipe.schedules.ir import UpdateScope
+from raypipe.schedules.request import ScheduleRequest
 from raypipe.schedules.staleness import StalenessLimits
 
 FORMAT = "raypipe.train/1"
@@ -208,9 +209,9 @@ class ScalingConfig:
         transport: Transport of messages between stages. Sums over several devices use raypipe's own TCP connections, or gloo with `gloo`;
             between GPUs NCCL.
         calibration: `raypipe.calibration/1` file for predictions; left out for the file of `raypipe calibrate` on this machine.
-        shard_optimizer: Whether only one of the copies of a stage in several pipelines keeps optimizer state and sends updated weights
-            to the others (ZeRO stage 1). Otherwise all copies update. A run says if its schedule has each stage in one pipeline only,
-            where this changes nothing.
+        shard_optimizer: Whether the copies of a stage, in several pipelines or on the devices of one worker, divide the optimizer's state:
+            each gets the summed gradients of some weights, updates these and sends them to the others (ZeRO stage 1). Otherwise all copies
+            update all weights. A run says if each stage is on one device only, where this changes nothing.
         measure_layers: Whether layers are measured even if a plan brings its profile; this changes predictions, not the plan.
     """
 
@@ -353,6 +354,8 @@ class RunConfig:
     def __post_init__(self) -> None:
         if not self.name or self.name != os.path.basename(self.name) or self.name in {".", ".."}:
             raise invalid(self, "name", f"expected a name for a folder, got {self.name!r}")
+        if not self.name.isprintable():
+            raise invalid(self, "name", f"expected a name without control characters, got {self.name!r}")
 
 
 @record()
@@ -385,6 +388,17 @@ class TrainConfig:
     communication: CommunicationConfig = CommunicationConfig()
     failure: FailureConfig = FailureConfig()
     plan: str | None = None
+
+    def __post_init__(self) -> None:
+        # Before torch and Ray are loaded.
+        chosen = self.schedule
+        request = ScheduleRequest(
+            self.scaling.num_devices, chosen.num_microbatches, chosen.updates_per_window, num_chunks=chosen.num_chunks or 1
+        )
+        try:
+            request.require_possible()
+        except ScheduleError as error:
+            raise invalid(self, "schedule", str(error)) from None
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], *, overrides: Sequence[str] = ()) -> TrainConfig:

@@ -55,7 +55,7 @@ def test_all_files_are_known_to_the_readme_and_to_these_tests() -> None:
     readme = (CONFIGS / "README.md").read_text()
     files = {str(path.relative_to(CONFIGS)) for path in CONFIGS.rglob("*") if path.is_file()} - {"README.md"}
     assert {name for name in files if f"`{name}`" not in readme} == set()
-    expected = {f"{name}.yaml" for name in NAMES} | {f"ray/{name}.yaml" for name in LAUNCHED} | {"kuberay/Dockerfile"}
+    expected = {f"{name}.yaml" for name in NAMES} | {f"ray/{name}.yaml" for name in LAUNCHED} | {"kuberay/Dockerfile", "grafana.json"}
     assert files == expected | {f"kuberay/{name}.{kind}.yaml" for name in NAMES for kind in ("cluster", "job")}
 
 
@@ -200,6 +200,14 @@ def test_the_command_at_the_top_of_a_launcher_file_trains_on_all_devices(name: s
         assert f"ray {verb} cluster_configs/ray/{name}.yaml" in text
 
 
+@pytest.mark.parametrize("name", LAUNCHED)
+def test_a_launcher_file_gives_all_nodes_the_token_of_ray(name: str) -> None:
+    content = launcher(name)
+    assert content["file_mounts"]["~/.ray/auth_token"] == "~/.ray/auth_token"
+    assert any("export RAY_AUTH_MODE=token" in command for command in content["setup_commands"])
+    assert "ray get-auth-token --generate" in opening(CONFIGS / "ray" / f"{name}.yaml")
+
+
 # KubeRay.
 
 
@@ -225,6 +233,7 @@ def check_cluster(name: str, text: str) -> None:
     cluster = yaml.safe_load(text)
     assert (cluster["apiVersion"], cluster["kind"]) == ("ray.io/v1", "RayCluster")
     assert cluster["metadata"]["name"] == name.replace("_", "-")
+    assert cluster["spec"]["authOptions"] == {"mode": "token"}
     for node, group, node_type in zip(topology(name).nodes, groups_of(cluster), node_types(cluster), strict=True):
         gpus = num_gpus(name)[node.name]
         resources = node_type["resources"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
@@ -31,11 +32,15 @@ class Snapshot:
         """Bytes of the copy."""
         return sum(tensor.nbytes for tensors in self._layers.values() for tensor in tensors.values())
 
-    def take(self, stages: Iterable[Weights]) -> None:
-        """Copy the layers of stages into memory; what was copied before is gone. Between windows, and not while `write` runs."""
+    def take(self, stages: Iterable[Weights], stepped: Mapping[int, Mapping[str, Tensor]] = MappingProxyType({})) -> None:
+        """Copy the layers of stages into memory; what was copied before is gone. Between windows, and not while `write` runs.
+
+        `stepped` is what other copies of the stages have of the optimizer's state, by layer (`export_stepped`).
+        """
         layers: dict[int, dict[str, Tensor]] = {}
         for weights in stages:
-            for index, tensors in export_layers(weights).items():
+            for index, own in export_layers(weights).items():
+                tensors = {**own, **stepped.get(index, {})}
                 before = self._layers.get(index, {})
                 layers[index] = {name: _copied(tensor, before.get(name)) for name, tensor in tensors.items()}
                 self._names[index] = weights.module.names[index]
@@ -86,8 +91,10 @@ def _copied(tensor: Tensor, into: Tensor | None) -> Tensor:
         return into.copy_(tensor)
 
 
-def save_stages(folder: str | os.PathLike[str] | Storage, stages: Iterable[Weights]) -> dict[str, FileSums]:
-    """Write the layers of stages into a folder; return the sums of each file. Raises as `Snapshot.write`."""
+def save_stages(
+    folder: str | os.PathLike[str] | Storage, stages: Iterable[Weights], stepped: Mapping[int, Mapping[str, Tensor]] = MappingProxyType({})
+) -> dict[str, FileSums]:
+    """Write the layers of stages, as `Snapshot.take` copies them, into a folder; return the sums of each file, or raise its errors."""
     snapshot = Snapshot()
-    snapshot.take(stages)
+    snapshot.take(stages, stepped)
     return snapshot.write(folder if isinstance(folder, Storage) else Storage.at(folder))

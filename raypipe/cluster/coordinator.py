@@ -19,7 +19,7 @@ from raypipe.cluster.link_monitor import LinkMonitor
 from raypipe.cluster.node_clocks import NodeClocks
 from raypipe.cluster.slots import DeviceSlot
 from raypipe.cluster.stage_actors import SAVING, StageActors
-from raypipe.cluster.state_copies import States, export_states
+from raypipe.cluster.states import States, all_states, arguments, by_layer, export_states, exported_layers
 from raypipe.cluster.window import WindowResult
 from raypipe.communication.patterns import Pattern
 from raypipe.config import ClusterConfig, OptimizerConfig, Precision, ScalingConfig, Transport
@@ -132,8 +132,9 @@ class Coordinator:
         channels, infos = tuple(sorted({(item.device, device) for device, item in items if isinstance(item, Recv)})), self.actors.infos
         shared = shared_channels(channels, infos=infos, names=self.device_names, transport=self.transport)
         self.channel_text = channel_text(infos, num_channels=len(channels), num_shared=len(shared), transport=self.transport)
-        host, timeout_s = infos[0].ip, self.cluster.start_timeout_s
-        port = self.actors.open_store(host, timeout_s=timeout_s)
+        # A run that goes on has started before: a device that cannot be reached now is not only slow to start.
+        timeout_s = self.cluster.silence_timeout_s if self._epoch else self.cluster.start_timeout_s
+        store = self.actors.open_store()
         return ConnectOrder(
             names=self.device_names,
             channels=channels,
@@ -142,8 +143,7 @@ class Coordinator:
             nodes=tuple(info.node_id for info in infos),
             groups=tuple(sorted({item.collective.devices for _, item in items if isinstance(item, Start)})),
             patterns=self.patterns,
-            host=host,
-            port=port,
+            store=store,
             prefix=f"{self.run}/{self._epoch}",
             connect_timeout_s=timeout_s,
             message_timeout_s=self.cluster.message_timeout_s,
@@ -205,7 +205,12 @@ class Coordinator:
 
     def take_snapshot(self) -> None:
         """Let every actor copy its layers into memory."""
-        self.actors.ask("copying layers", lambda _, actor: actor.take_snapshot.remote())
+        whole, stepped = exported_layers(self.actors)
+        parts = by_layer(export_states(self.actors, stepped))
+        self.actors.ask(
+            "copying layers",
+            lambda device, actor: actor.take_snapshot.remote(*arguments(parts, [layer for layer in whole[device] if layer in parts])),
+        )
 
     def write_snapshot(self, folder: Storage) -> list[Any]:
         """Let the actors write their copies into a folder, beside windows; return Ray's references to the sums of the files of each."""
@@ -226,7 +231,7 @@ class Coordinator:
     ) -> None:
         """Go on with other stages on other devices; layers and optimizer states move through Ray's object stores."""
         self.actors.leaving = frozenset(self.actors.devices) - frozenset(devices)
-        states = {layer: state for of_device in export_states(self.actors).values() for layer, state in of_device.items()}
+        states = all_states(self.actors)
         self.actors.assign(devices, stages)
         self.restore(states, order=order, programs=programs, patterns=patterns)
         self.actors.leaving = frozenset()
@@ -244,7 +249,7 @@ class Coordinator:
             needed = self.actors.ask("asking for layers", lambda _, actor: actor.needed_layers.remote())
             self.actors.ask(
                 "taking layers over",
-                lambda device, actor: actor.import_layers.remote(needed[device], *(states[layer] for layer in needed[device])),
+                lambda device, actor: actor.import_layers.remote(*arguments(states, needed[device])),
             )
         self._epoch += 1
         self.connect(programs, order.cut, patterns=patterns)
@@ -261,3 +266,4 @@ class Coordinator:
         if not self._is_closed:
             self._is_closed = True
             self.actors.kill()
+            self.actors.close_store()

@@ -8,16 +8,13 @@ copies of an object are, and takes the one that is left.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import ray
 
 from raypipe.cluster.stage_actors import COPIES, StageActors
-
-States = Mapping[int, Any]
-"""Ray's reference to the state of each layer."""
+from raypipe.cluster.states import States, all_parts, by_layer
 
 
 @dataclass(frozen=True)
@@ -45,15 +42,14 @@ class StateCopies:
         if self._is_fetching() or time.monotonic() - self._taken_at_s < self._took_s / self._share:
             return False
         since_s = time.monotonic()
-        by_device = export_states(self._actors)
-        states = {layer: state for of_device in by_device.values() for layer, state in of_device.items()}
+        parts = all_parts(self._actors)
         oldest = self._kept[-1].update if self._kept else update
-        self._kept = [*self._kept[-1:], StateCopy(update, states)]
+        self._kept = [*self._kept[-1:], StateCopy(update, by_layer(parts))]
         self._fetching = []
         for device, keeper in self._keepers().items():
-            if of_device := by_device.get(device):
+            if of_device := parts.get(device):
                 hold = self._actors.members[keeper].handle.hold.options(concurrency_group=COPIES)
-                self._fetching.append(hold.remote(update, oldest, *of_device.values()))
+                self._fetching.append(hold.remote(update, oldest, *(state for _, state in of_device)))
         self._taken_at_s = time.monotonic()
         self._took_s = self._taken_at_s - since_s
         self.seconds += self._took_s
@@ -81,20 +77,6 @@ class StateCopies:
         """Return the copies from which a run may go on, from new to old; parts of one may be lost."""
         return self._kept[::-1]
 
-    def forget(self) -> None:
-        """Drop what can no longer be used."""
-        self._kept, self._fetching = [], []
-
-
-def export_states(actors: StageActors) -> dict[int, dict[int, Any]]:
-    """Return references to the states of the layers that each device exports, once all lie in the stores of their nodes."""
-    owned = actors.ask("asking for layers", lambda _, actor: actor.primary_layers.remote())
-    states: dict[int, dict[int, Any]] = {}
-    done: dict[int, Any] = {}
-    for device, layers in owned.items():
-        if layers:
-            handle = actors.members[device].handle
-            *of_device, done[device] = handle.export_layers.options(num_returns=len(layers) + 1).remote(layers)
-            states[device] = dict(zip(layers, of_device, strict=True))
-    actors.gather(done, "handing layers out")
-    return states
+    def drop_after(self, update: int) -> None:
+        """Forget the copies of states behind a later update, which a run that goes on will reach again."""
+        self._kept = [copy for copy in self._kept if copy.update <= update]

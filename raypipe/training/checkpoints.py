@@ -7,7 +7,7 @@ import dataclasses
 import math
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import ray
@@ -71,6 +71,7 @@ class Checkpoints:
     Args:
         index: What all checkpoints of the run have in common.
         resumed: The checkpoint that the run goes on from.
+        on_saved: Called with the seconds of writing once a checkpoint is complete.
     """
 
     def __init__(
@@ -82,8 +83,10 @@ class Checkpoints:
         index: CheckpointIndex,
         resumed: Checkpoint | None,
         notice: Notice,
+        on_saved: Callable[[float], None],
     ) -> None:
         self.newest = resumed
+        self._on_saved = on_saved
         self._folder, self._lock, self._config, self._index, self._notice = folder, lock, config, index, notice
         self._writing: _Writing | None = None
         self._since_s = time.monotonic()
@@ -175,6 +178,7 @@ class Checkpoints:
             self._notice(_not_saved(writing.index.update, writing.problem))
             return
         self.newest = writing.checkpoint
+        self._on_saved(writing.seconds)
         num_bytes = sum(file.size_bytes for file in writing.checkpoint.index.files.values())
         self._notice(f"saved update {writing.index.update}: {size(num_bytes)} written in {writing.seconds:.1f} s")
         try:

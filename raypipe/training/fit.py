@@ -112,7 +112,13 @@ class Fit:
         self.stop = StopRequest(config.run.grace_s, listener.notice)
         assert self.lock is not None, "a run has the lock of its folder"
         self.checkpoints = Checkpoints(
-            self.folder, self.lock, config.run, index=self._index(), resumed=self.resumed, notice=listener.notice
+            self.folder,
+            self.lock,
+            config.run,
+            index=self._index(),
+            resumed=self.resumed,
+            notice=listener.notice,
+            on_saved=self.record.add_checkpoint,
         )
         self.num_done = self.first_update
         self.is_told = False
@@ -186,7 +192,7 @@ class Fit:
             losses=self.record.losses,
             validation_losses=self.record.validation_losses,
             checkpoint=checkpoint,
-            plan=strategy.plan,
+            plan=self.strategy.plan,
             figures=figures,
             sample=sample,
         )
@@ -240,13 +246,25 @@ class Fit:
             coordinator,
             self.record,
             self.sums,
+            strategy,
             StateCopies(coordinator.actors, share=self.config.failure.copy_share),
             build_order=self._build_order,
             checkpoint=lambda: self.checkpoints.newest,
+            adopt=self._adopt,
         )
-        if isinstance(strategy, AdaptiveStrategy) and self.config.adaptation.enabled:
-            self.adaptation = Adaptation(strategy, coordinator, self.record, build_order=self._build_order, sums=self.sums)
+        self._begin_adaptation()
         self._describe(sum(size.num_parameters for size in sizes.values()))
+
+    def _begin_adaptation(self) -> None:
+        if isinstance(self.strategy, AdaptiveStrategy) and self.config.adaptation.enabled:
+            self.adaptation = Adaptation(self.strategy, self.coordinator, self.record, build_order=self._build_order, sums=self.sums)
+
+    def _adopt(self, strategy: Strategy, update: int, reason: str) -> None:
+        before, self.strategy = self.strategy.plan, strategy
+        self.listener.notice(f"update {update}: {reason}")
+        self.sums.strategy = self.recovery.strategy = strategy
+        self.record.switch(before, strategy, update=update, reason=reason)
+        self._begin_adaptation()
 
     def _describe(self, num_parameters: int) -> None:
         strategy, notice = self.strategy, self.listener.notice
@@ -259,7 +277,7 @@ class Fit:
         notice(f"layers of each stage: {' '.join(str(len(layers)) for layers in strategy.cut.stages)}")
         notice(f"predicted {predicted.update_s:.3f} s per update, bubble {predicted.bubble_ratio:.1%}")
         if self.config.scaling.shard_optimizer and not is_sharded(schedule):
-            notice(f"scaling.shard_optimizer changes nothing: {schedule.name} has each stage in one pipeline only")
+            notice(f"scaling.shard_optimizer changes nothing: {schedule.name} has each stage on one device only")
         mean_delay = metrics(schedule).mean_delay
         if mean_delay and self.config.optimizer.name is OptimizerName.ADAMW:
             notice(
@@ -312,6 +330,8 @@ class Fit:
                 try:
                     is_end = done == run.num_updates or self.stop.came
                     self._between_windows(done, result, is_end=is_end)
+                    if is_end and done:
+                        checkpoint = self.checkpoints.finish(done)
                     if is_end:
                         break
                     size = _window_size(self.config, done)
@@ -323,11 +343,10 @@ class Fit:
                     raise
                 except RunError as error:
                     self.faults = self.faults.after(self.coordinator.num_windows(f"train-{_window_size(self.config, done)}"))
-                    done, result = self.recovery.recover(error, self.strategy, update=done), None
+                    done, result = self.recovery.recover(error, update=done), None
                     self.num_done = done
             if done == 0:
                 raise KeyboardInterrupt
-            checkpoint = self.checkpoints.finish(done)
         if done < run.num_updates:
             self.listener.notice(f"stopped after update {done}, saved in {checkpoint.path}; `--resume auto` goes on from there")
             raise StoppedRun

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import time
 from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
 from raypipe.actors.execution.report import mean_losses, norms_of
-from raypipe.actors.measure.metrics import RunMetrics
+from raypipe.actors.measure.metrics import RunCounter, RunGauge, RunMetrics
 from raypipe.analysis.comparison import ComparedFigure, compare, median_window
+from raypipe.artifacts.plan import Plan
 from raypipe.artifacts.trace import Trace
 from raypipe.cluster.window import WindowResult
 from raypipe.config import CheckpointMetric, TrainConfig
@@ -24,7 +26,13 @@ from raypipe.training.strategy import Strategy
 
 _NUM_WINDOWS_KEPT = 50
 # Ray's metric of each figure.
-_GAUGES = {"update_s": "update_seconds"} | {key: key for key in ("loss", "validation_loss", "tokens_per_s", "updates")}
+_GAUGES = {
+    "loss": RunGauge.LOSS,
+    "validation_loss": RunGauge.VALIDATION_LOSS,
+    "tokens_per_s": RunGauge.TOKENS_PER_SECOND,
+    "update_s": RunGauge.UPDATE_SECONDS,
+    "updates": RunGauge.UPDATE,
+}
 
 
 class Phase:
@@ -92,7 +100,6 @@ class RunRecord:
         self._metrics: RunMetrics
         self._tokens_per_row = tokens_per_row
         self._has_diverged = False
-        self._num_pattern_changes = 0
 
     def start_metrics(self, run: str) -> None:
         """Register metrics with the connected Ray cluster."""
@@ -102,11 +109,16 @@ class RunRecord:
         """Write the plan that runs from now on."""
         self.phases.append(Phase(predicted=strategy.predicted, reason=reason))
         strategy.plan.save(self.folder.file("plan.json"))
-        self._metrics.record("pipelines", len(strategy.schedule.pipelines))
-        self._metrics.record("switches", len(self.phases) - 1)
-        self._metrics.record("pattern_changes", self._num_pattern_changes)
+        self._metrics.set(RunGauge.PIPELINES, len(strategy.schedule.pipelines))
         assert strategy.plan.predicted is not None, "a strategy predicts its plan"
-        self._metrics.record("predicted_update_seconds", strategy.plan.predicted.update_s)
+        self._metrics.set(RunGauge.PREDICTED_UPDATE_SECONDS, strategy.plan.predicted.update_s)
+
+    def switch(self, before: Plan, strategy: Strategy, *, update: int, reason: str) -> None:
+        """Write what ran until an update, and the plan that runs from now on."""
+        before.save(self.folder.file(f"plan-until-update-{update:06d}.json"))
+        self.phases[-1].save(self.folder, until=update)
+        self.begin_phase(strategy, f"update {update}: {reason}")
+        self._metrics.count(RunCounter.SWITCHES)
 
     def add_pattern_decision(self, update: int, decision: PatternDecision) -> None:
         """Record a decision on the pattern of a sum."""
@@ -121,8 +133,7 @@ class RunRecord:
         }
         self.folder.add_decision(line)
         if decision.changes:
-            self._num_pattern_changes += 1
-            self._metrics.record("pattern_changes", self._num_pattern_changes)
+            self._metrics.count(RunCounter.PATTERN_CHANGES)
             self.phases[-1].notes.append(f"update {update}: {decision.text}")
 
     def add_window(self, result: WindowResult, schedule: Schedule, *, first_update: int) -> None:
@@ -137,6 +148,11 @@ class RunRecord:
         speed = {"update_s": update_s, "tokens_per_s": tokens / update_s, "bubble_ratio": result.trace.bubble_ratio}
         self.figures |= speed | {"loss": losses[-1], "updates": first_update + result.num_updates}
         self._notice_divergence(losses, first_update)
+        last = result.num_updates - 1
+        self._metrics.set(RunGauge.GRADIENT_NORM, norms.get(last))
+        self._metrics.set(RunGauge.LEARNING_RATE, config.optimizer.rate(first_update + last, num_updates=config.run.num_updates))
+        self._metrics.count(RunCounter.UPDATES, result.num_updates)
+        self._metrics.count(RunCounter.TOKENS, tokens * result.num_updates)
         for number, loss in enumerate(losses):
             self.folder.add_metrics({
                 "update": first_update + number + 1,
@@ -179,14 +195,23 @@ class RunRecord:
         self.folder.add_failure(line)
         self.phases[-1].notes.append(f"update {line['update']}: {line['text']}")
         self.num_recoveries += 1
-        self._metrics.record("recoveries", self.num_recoveries)
+        self._metrics.count(RunCounter.RECOVERIES)
+
+    def count_failure(self) -> None:
+        """Count a failure, whether the run recovers from it or not."""
+        self._metrics.count(RunCounter.FAILURES)
+
+    def add_checkpoint(self, seconds: float) -> None:
+        """Record that a checkpoint is complete, and how long writing it took."""
+        self._metrics.set(RunGauge.CHECKPOINT_TIMESTAMP_SECONDS, time.time())
+        self._metrics.set(RunGauge.CHECKPOINT_SECONDS, seconds)
 
     def publish(self) -> None:
         """Send the last figures to Ray's metrics and to the listener."""
         figures, num_updates = self.figures, self.config.run.num_updates
         for key, name in _GAUGES.items():
             if key in figures:
-                self._metrics.record(name, figures[key])
+                self._metrics.set(name, figures[key])
         update = int(figures["updates"])
         last = {key: figures[key] for key in ("loss", "tokens_per_s", "update_s", "bubble_ratio")}
         seconds_left = (num_updates - update) * figures["update_s"]

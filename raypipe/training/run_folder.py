@@ -22,7 +22,8 @@ from raypipe.training.run_lock import LOCK
 
 FAILURE = "failure.json"
 """Why a run ended before its last update."""
-_CONFIG = "config.yaml"
+CONFIG = "config.yaml"
+METRICS = "metrics.jsonl"
 _MOST_RUNS = 10_000
 _UNTIL = re.compile(r".*-until-update-(\d+)\.(?:json|yaml)")
 
@@ -158,18 +159,18 @@ class RunFolder:
         Raises:
             FormatError: The file is missing or damaged.
         """
-        return TrainConfig.load(self.file(_CONFIG))
+        return TrainConfig.load(self.file(CONFIG))
 
     def begin(self, config: TrainConfig) -> None:
         """Write configuration and versions."""
-        config.save(self.file(_CONFIG))
+        config.save(self.file(CONFIG))
         self.write_json("versions.json", versions())
         self.file(FAILURE).unlink(missing_ok=True)
 
     def continue_from(self, config: TrainConfig, *, update: int) -> None:
         """Write what runs after an update; rename what ran before, drop what ran after."""
         self._drop_after(update)
-        for name in (_CONFIG, "plan.json", FAILURE):
+        for name in (CONFIG, "plan.json", FAILURE):
             path = self.file(name)
             kept = self.file(f"{path.stem}-until-update-{update:06d}{path.suffix}")
             # An earlier resume from this update already kept what led to it; what ran since led to no checkpoint.
@@ -197,11 +198,11 @@ class RunFolder:
 
     def add_metrics(self, line: dict[str, Any]) -> None:
         """Append a line to `metrics.jsonl`."""
-        self._append("metrics.jsonl", line)
+        self._append(METRICS, line)
 
     def metrics(self) -> list[dict[str, Any]]:
         """Return the lines of `metrics.jsonl`, without one that is only half written."""
-        return _lines(self.file("metrics.jsonl"))
+        return _lines(self.file(METRICS))
 
     def add_decision(self, line: dict[str, Any]) -> None:
         """Append a line to `adaptation.jsonl`."""
@@ -217,7 +218,7 @@ class RunFolder:
 
     def rewind_metrics(self, update: int) -> None:
         """Drop the metrics of what came after an update, and the evaluation that followed it, which a run that goes on repeats."""
-        _keep_lines(self.file("metrics.jsonl"), lambda line: line["update"] <= update if "loss" in line else line["update"] < update)
+        _keep_lines(self.file(METRICS), lambda line: line["update"] <= update if "loss" in line else line["update"] < update)
 
     def _drop_after(self, update: int) -> None:
         # A resumed run repeats the decision that followed its checkpoint.
@@ -250,7 +251,7 @@ def _records(storage: Storage) -> Path:
 def _is_of(name: str, folder: Storage) -> bool:
     # `gpt-2` may be the second run of `gpt`, or one called `gpt-2`.
     try:
-        return TrainConfig.from_text(folder.read(_CONFIG).decode(), path=f"{folder.name}/{_CONFIG}").run.name == name
+        return TrainConfig.from_text(folder.read(CONFIG).decode(), path=f"{folder.name}/{CONFIG}").run.name == name
     except (OSError, UnicodeDecodeError, FormatError):
         return False
 

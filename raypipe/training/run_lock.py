@@ -61,6 +61,23 @@ class LockOwner:
         return _began(self.pid) != self.began
 
 
+def living_owner(folder: Storage) -> LockOwner | None:
+    """Return who holds the lock of a folder and is not known to be gone; one on another machine may have died within the last minute."""
+    try:
+        owner = _owner(folder)
+        is_gone = owner.is_gone
+        if is_gone is None:
+            is_gone = time.time() - folder.changed_s(LOCK) > _STALE_S
+    except (OSError, FormatError):
+        return None
+    return None if is_gone else owner
+
+
+def _owner(folder: Storage) -> LockOwner:
+    text = folder.read(LOCK).decode(errors="replace")
+    return codec.from_json(LockOwner, text, path=f"{folder.name}/{LOCK}", format_name=FORMAT)
+
+
 class RunLock:
     """The lock of one folder, while this process holds it.
 
@@ -158,8 +175,7 @@ class RunLock:
             self.folder.remove(name)
 
     def _read(self) -> LockOwner:
-        text = self.folder.read(LOCK).decode(errors="replace")
-        return codec.from_json(LockOwner, text, path=f"{self.folder.name}/{LOCK}", format_name=FORMAT)
+        return _owner(self.folder)
 
     def _keep(self) -> None:
         while not self._ended.wait(self._renew_s):

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 import pytest
 
 from raypipe.actors.execution.faults import FaultKind, FaultScript
+from raypipe.artifacts.plan import Plan
+from raypipe.cluster.discovery import spare_slots
+from raypipe.cluster.slots import DeviceSlot
 from raypipe.config import ClusterConfig, FailureConfig, OptimizerConfig, RunConfig, ScalingConfig, ScheduleConfig
 from raypipe.errors import StageFailedError, StageRaisedError
 from raypipe.training.trainer import Trainer
@@ -106,3 +110,28 @@ def test_copies_of_stages_and_late_updates_recover_to_the_last_bit(tmp_path: Pat
     op = {"pipedream-2bw": "1B2", "amdp": "1B1"}[schedule]
     faults = FaultScript().fail_at(device=1, op=op, kind=FaultKind.KILL, window=2)
     assert trainer(tmp_path / "struck", schedule=schedule, scaling=scaling, faults=faults).fit().losses == calm.losses
+
+
+def test_without_another_device_a_run_goes_on_with_a_new_plan_until_the_device_is_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calm = trainer(tmp_path / "calm").fit()
+    looks: list[int] = []
+
+    def none_at_first(
+        slots: Sequence[DeviceSlot], lost: Sequence[int], needs: Mapping[str, float], *, without: Collection[str]
+    ) -> dict[int, DeviceSlot]:
+        looks.append(len(lost))
+        return spare_slots(slots, lost, needs, without=without) if len(looks) > 2 else {}
+
+    monkeypatch.setattr("raypipe.training.recovery.spare_slots", none_at_first)
+    monkeypatch.setattr("raypipe.training.recovery._LOOK_S", 0.0)
+    faults = FaultScript().fail_at(device=1, op="1B2", kind=FaultKind.KILL, window=1)
+    found = trainer(tmp_path / "struck", faults=faults).fit()
+    assert found.losses == pytest.approx(calm.losses, abs=1e-10)
+    assert looks == [1, 1, 1]
+    folder = Path(found.path)
+    plans = [Plan.load(folder / name) for name in ("plan-until-update-000003.json", "plan-until-update-000009.json", "plan.json")]
+    assert [len(plan.devices) for plan in plans] == [2, 1, 2]
+    (failure,) = failures(found.path)
+    assert failure["from_update"] == 3

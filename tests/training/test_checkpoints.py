@@ -55,7 +55,9 @@ class Run:
         lock = RunLock(self.folder.storage)
         index = CheckpointIndex(update=0, layers=("a",), model="m", seed=0)
         settings = RunConfig(**config)
-        self.checkpoints = Checkpoints(self.folder, lock, settings, index=index, resumed=None, notice=self.told.append)
+        self.checkpoints = Checkpoints(
+            self.folder, lock, settings, index=index, resumed=None, notice=self.told.append, on_saved=lambda _: None
+        )
         self.checkpoints.begin()
 
     def save(self, update: int, actor: OneActor | None = None, **metrics: float) -> None:

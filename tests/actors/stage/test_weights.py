@@ -179,7 +179,8 @@ def test_the_module_itself_keeps_no_version_that_nobody_reads(received: bool) ->
     weights.bind(0, 0)
     weights.run(0, {}, rows(), RngKey(0))[0][0].sum().backward()  # type: ignore[no-untyped-call]
     if received:
-        weights.receive(0, weights.flat())
+        weights.divide([1], copy=0, num_copies=2, num_buckets=1)
+        weights.receive(0, weights.flat(), keep_old=True)
     else:
         weights.update(0, scale=1.0, learning_rate=0.1, keep_old=True)
     own = [weight.data_ptr() for weight in weights.module.parameters()]
