@@ -21,7 +21,7 @@ from raypipe.artifacts.storage import Storage
 from raypipe.cluster.coordinator import Coordinator
 from raypipe.cluster.state_copies import StateCopy
 from raypipe.config import RunConfig
-from raypipe.errors import FormatError, RaypipeError, RunError
+from raypipe.errors import FormatError, NonFiniteError, RaypipeError, RunError
 from raypipe.training.run_cluster import Notice
 from raypipe.training.run_folder import RunFolder
 from raypipe.training.run_lock import RunLock
@@ -138,8 +138,9 @@ class Checkpoints:
             self._lock.check()
             folder = self._folder.new_checkpoint(update)
             files: dict[str, FileSums] = {}
-            for layer, state in copy.states.items():
-                files |= write_layer(folder, layer, self._index.layers[layer], unpacked(ray.get(state)))
+            for layer, parts in copy.states.items():
+                tensors = {name: tensor for part in ray.get(list(parts)) for name, tensor in unpacked(part).items()}
+                files |= write_layer(folder, layer, self._index.layers[layer], tensors)
             self.newest = Checkpoint.finish(folder, dataclasses.replace(self._index, update=update, files=files))
         except (OSError, RunError, RayError) as error:
             self._notice(_not_saved(update, error))
@@ -160,6 +161,7 @@ class Checkpoints:
 
         Raises:
             RunError: It could not be written; says why and what there is instead.
+            NonFiniteError: The weights are of no use, which doing the updates again would not change.
         """
         problem = None
         if self._writing is not None:
@@ -168,7 +170,8 @@ class Checkpoints:
             problem = writing.problem
         if self.newest is None or self.newest.index.update != update:
             there = f"the last checkpoint is {self.newest.path}" if self.newest is not None else "there is no other checkpoint"
-            raise RunError(f"update {update} was not saved ({problem or 'its folder could not be made'}); {there}") from problem
+            kind = NonFiniteError if isinstance(problem, NonFiniteError) else RunError
+            raise kind(f"update {update} was not saved ({problem or 'its folder could not be made'}); {there}") from problem
         return self.newest
 
     def _settle(self, writing: _Writing) -> None:

@@ -23,7 +23,7 @@ from raypipe.cluster.signals import JOB_WAIT, StopRequest
 from raypipe.cluster.state_copies import StateCopies
 from raypipe.cluster.window import WindowResult
 from raypipe.config import AUTO, OptimizerName, TrainConfig
-from raypipe.errors import RunError, RunTakenOverError
+from raypipe.errors import NonFiniteError, RunError, RunTakenOverError
 from raypipe.model import Model
 from raypipe.profiling.profiler import model_profile
 from raypipe.schedules.families import branch_aware
@@ -339,7 +339,7 @@ class Fit:
                     self.record.add_window(result, self.strategy.schedule, first_update=done)
                     self.num_done = done = done + size
                     self.recovery.after_window(done)
-                except RunTakenOverError:
+                except (RunTakenOverError, NonFiniteError):
                     raise
                 except RunError as error:
                     self.faults = self.faults.after(self.coordinator.num_windows(f"train-{_window_size(self.config, done)}"))
