@@ -157,8 +157,10 @@ def test_a_drill_strikes_stages_and_compares(tmp_path: Path) -> None:
         (source / f"{number}.txt").write_text("practice makes perfect\n" * 40)
     prepare(str(source), output=tmp_path / "tokens.parquet", validation_fraction=0.3)
     config = TrainConfig(
-        model=ModelConfig("raypipe.models.gpt:gpt", {"num_layers": 2, "d_model": 32, "num_heads": 2, "sequence_length": 32}),
-        data=DataConfig(str(tmp_path / "tokens.parquet"), sequence_length=32),
+        model=ModelConfig(
+            function="raypipe.models.gpt:gpt", options={"num_layers": 2, "d_model": 32, "num_heads": 2, "sequence_length": 32}
+        ),
+        data=DataConfig(path=str(tmp_path / "tokens.parquet"), sequence_length=32),
         schedule=ScheduleConfig(num_microbatches=2, microbatch_size=2, updates_per_window=2),
         scaling=ScalingConfig(num_devices=2, layers_per_stage=(2, 2)),
         run=RunConfig(name="gpt", storage_path=str(tmp_path)),
