@@ -139,8 +139,8 @@ class Checkpoints:
             folder = self._folder.new_checkpoint(update)
             files: dict[str, FileSums] = {}
             for layer, parts in copy.states.items():
-                tensors = {name: tensor for part in ray.get(list(parts)) for name, tensor in unpacked(part).items()}
-                files |= write_layer(folder, layer, self._index.layers[layer], tensors)
+                state = {name: tensor for part in parts for name, tensor in unpacked(ray.get(part)).items()}
+                files |= write_layer(folder, layer, self._index.layers[layer], state)
             self.newest = Checkpoint.finish(folder, dataclasses.replace(self._index, update=update, files=files))
         except (OSError, RunError, RayError) as error:
             self._notice(_not_saved(update, error))
