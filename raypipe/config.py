@@ -332,7 +332,7 @@ class RunConfig:
         num_to_keep: Newest checkpoints to keep; 0 for all.
         keep_best_by: Loss by which the best checkpoint is kept beside the newest; left out for none.
         grace_s: Seconds within which a run that is asked to stop, by Ctrl-C, SIGTERM or `ray job stop`, ends its window and saves; 0 to
-            end at once. Within a Ray job at most RAY_JOB_STOP_WAIT_TIME_S, which is 3 unless the cluster sets it.
+            end at once. In a Ray job half of RAY_JOB_STOP_WAIT_TIME_S, which is 3 unless the cluster sets it, if that is no longer.
         sample_bytes: Bytes of text to generate at the end, for models of bytes; 0 for none.
         sample_prompt: Beginning of the generated text.
     """

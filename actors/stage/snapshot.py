@@ -25,7 +25,7 @@ class Snapshot:
 
     def __init__(self) -> None:
         self._layers: dict[int, dict[str, Tensor]] = {}
-        self._files: dict[int, str] = {}
+        self._names: dict[int, str] = {}
 
     @property
     def num_bytes(self) -> int:
@@ -43,7 +43,7 @@ class Snapshot:
                 tensors = {**own, **stepped.get(index, {})}
                 before = self._layers.get(index, {})
                 layers[index] = {name: _copied(tensor, before.get(name)) for name, tensor in tensors.items()}
-                self._files[index] = layer_file(index, weights.module.names[index])
+                self._names[index] = weights.module.names[index]
         self._layers = layers
 
     def write(self, folder: Storage) -> dict[str, FileSums]:
@@ -55,13 +55,7 @@ class Snapshot:
         """
         sums: dict[str, FileSums] = {}
         for index, tensors in self._layers.items():
-            file = self._files[index]
-            _check_finite(file, tensors)
-            try:
-                with folder.writing(file) as stream:
-                    sums[file] = write_tensors(stream.write, tensors, metadata={"layer": str(index)})
-            except (OSError, ValueError) as error:
-                raise RunError(f"{folder.name}/{file} cannot be written on node {os.uname().nodename}: {error}") from None
+            sums |= write_layer(folder, index, self._names[index], tensors)
         try:
             folder.sync()
         except OSError as error:
@@ -69,17 +63,32 @@ class Snapshot:
         return sums
 
 
+def write_layer(folder: Storage, index: int, name: str, tensors: Mapping[str, Tensor]) -> dict[str, FileSums]:
+    """Write the state of one layer, on the CPU, into its file; return its sums by the name of the file. Raises as `Snapshot.write`."""
+    file = layer_file(index, name)
+    for key, tensor in tensors.items():
+        if not _is_finite(tensor):
+            raise NonFiniteError(f"{key} in {file} is infinite or no number; nothing was saved")
+    try:
+        with folder.writing(file) as stream:
+            return {file: write_tensors(stream.write, tensors, metadata={"layer": str(index)})}
+    except (OSError, ValueError) as error:
+        raise RunError(f"{folder.name}/{file} cannot be written on node {os.uname().nodename}: {error}") from None
+
+
+def _is_finite(tensor: Tensor) -> bool:
+    # Numbers of one byte know no infinity that torch could tell.
+    if not tensor.is_floating_point() or tensor.element_size() == 1:
+        return True
+    # The sum reads the tensor once. It may overflow where all numbers are finite, and is finite only if they are.
+    return bool(torch.isfinite(tensor.sum())) or bool(torch.isfinite(tensor).all())
+
+
 def _copied(tensor: Tensor, into: Tensor | None) -> Tensor:
     if into is None or into.shape != tensor.shape or into.dtype != tensor.dtype:
         into = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=tensor.is_cuda)
     with torch.no_grad():
         return into.copy_(tensor)
-
-
-def _check_finite(file: str, tensors: dict[str, Tensor]) -> None:
-    for name, tensor in tensors.items():
-        if tensor.is_floating_point() and tensor.element_size() > 1 and not bool(torch.isfinite(tensor).all()):
-            raise NonFiniteError(f"{name} in {file} is infinite or no number; nothing was saved")
 
 
 def save_stages(

@@ -15,8 +15,8 @@ _NUMBERS = (signal.SIGINT, signal.SIGTERM)
 _IN_JOB = "RAY_JOB_CONFIG_JSON_ENV_VAR"
 JOB_WAIT = "RAY_JOB_STOP_WAIT_TIME_S"
 _JOB_WAIT_S = 3
-# What it takes to say what was lost.
-_LAST_WORDS_S = 0.5
+# Of a limit that is shorter than the grace, so much is kept for writing the copy of the last window.
+_WRITING_SHARE = 0.5
 
 
 def job_wait_s() -> float | None:
@@ -38,15 +38,18 @@ class StopRequest:
     Only in the main thread, which alone may handle signals; elsewhere nothing is noted.
 
     Args:
-        grace_s: Seconds that what goes on may still take; in a Ray job at most what `ray job stop` waits. At 0 the first signal raises.
+        grace_s: Seconds that what goes on may still take; in a Ray job at most half of what `ray job stop` waits, if that is less. At 0 the
+            first signal raises.
         notice: Told once what the request means, from a thread of its own.
     """
 
     def __init__(self, grace_s: float, notice: Callable[[str], None]) -> None:
         wait_s = job_wait_s()
-        self.is_short = wait_s is not None and wait_s - _LAST_WORDS_S < grace_s
+        self.is_short = wait_s is not None and wait_s <= grace_s
         """Whether `ray job stop` leaves less than the grace."""
-        self.grace_s = grace_s if wait_s is None else min(grace_s, max(wait_s - _LAST_WORDS_S, 0.0))
+        self.is_late = False
+        """Whether the end of the grace, and no second signal, raised KeyboardInterrupt."""
+        self.grace_s = wait_s * _WRITING_SHARE if wait_s is not None and wait_s <= grace_s else grace_s
         self._notice = notice
         self._came = False
         self._before: dict[int, Any] = {}
@@ -81,7 +84,7 @@ class StopRequest:
 
     def _interrupt(self, number: int, frame: FrameType | None) -> None:
         signal.setitimer(signal.ITIMER_REAL, 0.0)
-        self._came = True
+        self._came, self.is_late = True, number == signal.SIGALRM
         raise KeyboardInterrupt
 
 

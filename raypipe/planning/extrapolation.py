@@ -18,6 +18,7 @@ _GAIN = 2  # Least factor by which two short updates must be shorter than the lo
 # Least microbatches per device by which the two short updates differ; the shorter one has twice as many, enough to fill any schedule.
 _FULL = 2
 _MOST_KEPT = 4
+MOST_SIMULATED = 4_096  # Microbatches x devices up to which many layouts are simulated as whole updates in the end.
 
 
 def short_lengths(num_microbatches: int, num_devices: int) -> tuple[int, int] | None:
@@ -93,7 +94,7 @@ class ShortEvaluator(LayoutEvaluator):
             make = MergedEvaluator if self.merges else LayoutEvaluator
             whole = num_microbatches == self.problem.num_microbatches
             schedules = self.schedules if whole else ScheduleCache(self.schedules.check)
-            part = make(replace(self.problem, num_microbatches=num_microbatches), schedules)
+            part = make(self.problem if whole else self.problem.of_length(num_microbatches), schedules)
             self._parts[num_microbatches] = part
         evaluation = part.simulate_exactly(layout)
         if part.schedules is not self.schedules:
@@ -107,7 +108,9 @@ class ShortEvaluator(LayoutEvaluator):
         if extrapolated is None:
             return None
         best: Evaluation | None = None
-        alike = (kept.layout for kept in (extrapolated, *self.best[extrapolated.layout.order]))
+        large = self.problem.num_microbatches * self.problem.num_devices > MOST_SIMULATED
+        kept = self.best[extrapolated.layout.order][: 1 if large else None]
+        alike = (one.layout for one in (extrapolated, *kept))
         for layout in dict.fromkeys(replace(layout, recomputed=None) for layout in alike):
             best = better(best, evaluator.simulate(layout))
         return best

@@ -9,7 +9,7 @@ from functools import partial, reduce
 from raypipe.planning import baselines
 from raypipe.planning.estimator import Estimator
 from raypipe.planning.evaluator import Evaluation, LayoutEvaluator, better, ignore
-from raypipe.planning.extrapolation import ShortEvaluator
+from raypipe.planning.extrapolation import MOST_SIMULATED, ShortEvaluator
 from raypipe.planning.layout import Layout
 from raypipe.planning.partition import MOST_UNITS
 from raypipe.planning.stopping import SearchStopped
@@ -17,7 +17,6 @@ from raypipe.schedule_registry import is_file, overlaps
 
 AUTO = "auto"  # Instead of a schedule's name: the planner chooses.
 _FEW_PROPOSALS = 4  # Proposals of each baseline with which a search begins.
-_MOST_SIMULATED = 4_096  # Microbatches x devices up to which all proposals of a baseline are simulated as a whole.
 _NUM_DECIDED = 2
 
 
@@ -102,7 +101,7 @@ def _best(planner: Planner, evaluator: LayoutEvaluator, schedule: str, *, ahead_
     layouts = list(planner.proposed(evaluator, schedule))
     if ahead_of is not None and not ahead_of.missing_bytes:
         layouts = [layout for layout in layouts if problem.num_microbatches * max(estimator.busy_s(layout)) < ahead_of.update_s]
-    large = problem.num_microbatches * problem.num_devices > _MOST_SIMULATED
+    large = problem.num_microbatches * problem.num_devices > MOST_SIMULATED
     quick = quick_evaluator(replace(evaluator, on_evaluated=ignore), schedule) if large else None
     if quick is not None and len(layouts) > _NUM_DECIDED:
         judged = [(quick.simulate(layout), layout) for layout in layouts]

@@ -250,10 +250,16 @@ class Problem:
     def block_of(self) -> npt.NDArray[np.int32]:
         """Number in `blocks` of each ordered pair of devices; -1 on the diagonal."""
         numbers = np.full((self.num_devices, self.num_devices), -1, dtype=np.int32)
-        for number, block in enumerate(self.blocks):
-            numbers[np.ix_(*block)] = number
+        for number, (sources, targets) in enumerate(self.blocks):
+            numbers[(sources[0], targets[0]) if len(sources) == len(targets) == 1 else np.ix_(sources, targets)] = number
         np.fill_diagonal(numbers, -1)
         return numbers
+
+    def of_length(self, num_microbatches: int) -> Problem:
+        """Return the same problem with another number of microbatches, which knows the pairs of devices as this one does."""
+        problem = replace(self, num_microbatches=num_microbatches)
+        vars(problem).update({name: value for name, value in vars(self).items() if name in {"_pairs", "block_of", "joined", "_all_joined"}})
+        return problem
 
     def know_pairs(self, bandwidth: Floats, latency_s: Floats) -> None:
         """Take bandwidth and latency from one who knows them: to look up a million paths takes seconds."""

@@ -72,7 +72,7 @@ def _best_sorted(search: _Search, on_others: Sequence[tuple[_Search, Layers]], s
     if isinstance(search.evaluator, ShortEvaluator):
         near = _near(found.certain, found.others)
         found = replace(found, certain=near(found.certain), others=near(found.others))
-    return search.whole(_Found(hidden(found.certain), hidden(found.others)).best)
+    return _Found(search.whole(hidden(found.certain)), search.whole(hidden(found.others))).best
 
 
 def _near(*found: Evaluation | None) -> Callable[[Evaluation | None], Evaluation | None]:

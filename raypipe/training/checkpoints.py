@@ -7,16 +7,19 @@ import dataclasses
 import math
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import ray
-from ray.exceptions import RayTaskError
+from ray.exceptions import RayError, RayTaskError
 
 from raypipe.actors.stage.checkpoint import Checkpoint
+from raypipe.actors.stage.snapshot import write_layer
+from raypipe.actors.stage.state import unpacked
 from raypipe.artifacts.checkpoint_files import CheckpointIndex, FileSums, finished_folders, remove_checkpoint
 from raypipe.artifacts.storage import Storage
 from raypipe.cluster.coordinator import Coordinator
+from raypipe.cluster.state_copies import StateCopy
 from raypipe.config import RunConfig
 from raypipe.errors import FormatError, RaypipeError, RunError
 from raypipe.training.run_cluster import Notice
@@ -115,6 +118,32 @@ class Checkpoints:
             self._notice(_not_saved(update, error))
             return
         self._writing = _Writing(folder, coordinator.write_snapshot(folder), index, self._lock)
+
+    def save_copy(self, copies: Sequence[StateCopy]) -> None:
+        """Write the newest of the copies in the memory of nodes, where no time is left for the window that runs.
+
+        What goes wrong is told to `notice`: there is nothing else to do about it.
+        """
+        saved = self.newest.index.update if self.newest is not None else 0
+        writing = self._writing.index.update if self._writing is not None else 0
+        copy = next((copy for copy in copies if copy.update > max(saved, writing)), None)
+        update = copy.update if copy is not None else writing
+        if update <= saved:
+            return
+        self._notice(f"no time is left for this window: writing the copy of update {update} that is in memory")
+        if copy is None:
+            self.wait()
+            return
+        try:
+            self._lock.check()
+            folder = self._folder.new_checkpoint(update)
+            files: dict[str, FileSums] = {}
+            for layer, parts in copy.states.items():
+                state = {name: tensor for part in parts for name, tensor in unpacked(ray.get(part)).items()}
+                files |= write_layer(folder, layer, self._index.layers[layer], state)
+            self.newest = Checkpoint.finish(folder, dataclasses.replace(self._index, update=update, files=files))
+        except (OSError, RunError, RayError) as error:
+            self._notice(_not_saved(update, error))
 
     def poll(self) -> None:
         """Tell of a checkpoint that has been written since."""

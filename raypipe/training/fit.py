@@ -195,6 +195,7 @@ class Fit:
             plan=self.strategy.plan,
             figures=figures,
             sample=sample,
+            recoveries=tuple(self.record.recoveries),
         )
 
     @contextlib.contextmanager
@@ -207,6 +208,8 @@ class Fit:
         except KeyboardInterrupt:
             if not self.is_told:
                 self.is_told = True
+                if self.stop.is_late:
+                    self.checkpoints.save_copy(self.recovery.copies.candidates())
                 self.listener.notice(self._lost())
             raise
 

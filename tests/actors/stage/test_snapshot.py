@@ -269,6 +269,15 @@ def test_weights_that_are_no_numbers_are_never_saved(tmp_path: Path, value: floa
         taken.write(Storage.at(tmp_path))
 
 
+def test_large_finite_weights_are_saved(tmp_path: Path) -> None:
+    weights = weights_of()
+    with torch.no_grad():
+        weights.masters[0].fill_(torch.finfo(torch.float32).max)
+    taken = Snapshot()
+    taken.take([weights])
+    assert taken.write(Storage.at(tmp_path))
+
+
 def test_a_full_disk_is_said_with_file_and_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(write: Any, tensors: Any, *, metadata: Any) -> Any:
         raise OSError(28, "No space left on device")
