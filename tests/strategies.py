@@ -17,6 +17,8 @@ from raypipe.schedules.request import ScheduleRequest
 from raypipe.schedules.validate import validate
 from tests.schedules import handwritten
 
+SHOWN = st.text(st.characters(exclude_categories=("C", "Z"), include_characters=" "))
+"""Text that names may have."""
 SPEC_NAMES = tuple(spec.name for spec in catalogue.SPECS)
 
 HANDWRITTEN: Mapping[str, Callable[[], Schedule]] = {

@@ -12,7 +12,7 @@ from raypipe.artifacts import codec
 from raypipe.artifacts.branches import cut_branches
 from raypipe.artifacts.cut import Cut
 from raypipe.artifacts.profile import ModelProfile
-from raypipe.artifacts.record import record
+from raypipe.artifacts.record import ShownName, record
 from raypipe.artifacts.schedule import ScheduleField
 from raypipe.artifacts.topology import ClusterTopology
 from raypipe.errors import FormatError, PlanError, suggestion
@@ -76,8 +76,8 @@ class Plan:
         ScheduleError: The schedule cannot run.
     """
 
-    name: str
-    planner: str
+    name: ShownName
+    planner: ShownName
     microbatch_size: PositiveInt
     stages: tuple[tuple[str, ...], ...]
     workers: tuple[tuple[Replica, ...], ...]

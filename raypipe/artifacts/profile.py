@@ -13,7 +13,7 @@ from typing import Annotated, NamedTuple
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt
 
 from raypipe.artifacts import codec
-from raypipe.artifacts.record import invalid, record
+from raypipe.artifacts.record import ShownName, invalid, record
 from raypipe.errors import suggestion
 
 FORMAT = "raypipe.model_profile/1"
@@ -84,7 +84,7 @@ class LayerProfile:
         branch: Name of the branch that the layer belongs to.
     """
 
-    name: Annotated[str, Field(min_length=1, json_schema_extra={"expected": "a name"})]
+    name: Annotated[ShownName, Field(min_length=1, json_schema_extra={"expected": "a name"})]
     forward_s: NonNegativeFloat
     backward_s: NonNegativeFloat
     weight_grad_s: NonNegativeFloat
@@ -213,7 +213,7 @@ class ModelProfile:
             lacks layers.
     """
 
-    name: str
+    name: ShownName
     microbatch_size: PositiveInt
     layers: tuple[LayerProfile, ...]
     named_edges: Annotated[tuple[NamedEdge, ...] | None, Field(alias="edges")] = None

@@ -5,15 +5,25 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import field, fields
-from typing import Any, TypeVar, dataclass_transform
+from typing import Annotated, Any, TypeVar, dataclass_transform
 
 import pydantic.dataclasses
-from pydantic import ConfigDict, ValidationError
+from pydantic import AfterValidator, ConfigDict, ValidationError
 
 from raypipe.artifacts.validation import format_error
-from raypipe.errors import FormatError, InputError
+from raypipe.errors import FormatError, InputError, shown, unseen
 
 T = TypeVar("T")
+
+
+def _shown(text: str) -> str:
+    if unseen(text) or "\n" in text or "\t" in text:
+        raise ValueError(f"expected a name of one line without control characters, got {shown(text)}")
+    return text
+
+
+ShownName = Annotated[str, AfterValidator(_shown)]
+"""A name that tables, drawings and messages show."""
 
 _CONFIG = ConfigDict(extra="forbid", allow_inf_nan=False, validate_by_name=True, validate_by_alias=True)
 

@@ -17,7 +17,7 @@ from pydantic_core import core_schema
 
 from raypipe.artifacts import codec
 from raypipe.artifacts.files import read_text
-from raypipe.artifacts.record import record
+from raypipe.artifacts.record import ShownName, record
 from raypipe.errors import ScheduleError
 from raypipe.schedules.ir import Op, OpKind, Schedule, Slot, StageGraph, UpdateScope, WeightRule, ops_of
 from raypipe.schedules.text import from_csv, parse_slot
@@ -35,7 +35,7 @@ class ScheduleFile:
         work: `SizedSchedule.work`, where stages are not equal.
     """
 
-    name: str
+    name: ShownName
     num_stages: int
     edges: tuple[tuple[int, int], ...]
     pipelines: tuple[tuple[int, ...], ...]

@@ -19,7 +19,7 @@ from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 
 from raypipe.artifacts import codec
 from raypipe.artifacts.files import read_text, write_text
-from raypipe.artifacts.record import invalid, record
+from raypipe.artifacts.record import ShownName, invalid, record
 from raypipe.errors import NoLinkError, PlanError, suggestion
 
 FORMAT = "raypipe.topology/1"
@@ -168,7 +168,7 @@ class ClusterTopology:
         FormatError: A name is used twice or unknown, two links serve the same pair, or a route passes nodes that no link joins.
     """
 
-    name: str
+    name: ShownName
     nodes: tuple[Node, ...]
     links: tuple[Link, ...] = ()
     shared_links: tuple[SharedLink, ...] = ()

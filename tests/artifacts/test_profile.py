@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from raypipe.artifacts import codec
 from raypipe.artifacts.profile import FORMAT, LayerProfile, LayerTimes, ModelProfile, NamedEdge
 from raypipe.errors import FormatError
+from tests.strategies import SHOWN
 
 TWO_TOWERS = """{
  "format": "raypipe.model_profile/1", "name": "two-towers", "microbatch_size": 8,
@@ -56,7 +57,7 @@ def layer_profiles(draw: st.DrawFn, name: str) -> LayerProfile:
         saved_bytes=draw(amounts),
         parameter_bytes=parameter_bytes,
         weight_grad_saved_bytes=draw(st.none() | amounts),
-        tied=draw(st.none() | st.text()),
+        tied=draw(st.none() | SHOWN),
         tied_bytes=draw(st.none() | st.integers(0, parameter_bytes)),
         gradient_rows=draw(st.none() | st.integers(0, looked_up_rows or 2**63 - 1)),
         looked_up_rows=looked_up_rows,
@@ -65,22 +66,22 @@ def layer_profiles(draw: st.DrawFn, name: str) -> LayerProfile:
         frozen_bytes=frozen_bytes,
         working_bytes=draw(st.none() | amounts),
         input_grad_working_bytes=draw(st.none() | amounts),
-        branch=draw(st.none() | st.text(min_size=1)),
+        branch=draw(st.none() | SHOWN.filter(bool)),
         **draw(times()),
     )
 
 
 @st.composite
 def model_profiles(draw: st.DrawFn) -> ModelProfile:
-    names = draw(st.lists(st.text(min_size=1), min_size=1, max_size=4, unique=True))
+    names = draw(st.lists(SHOWN.filter(bool), min_size=1, max_size=4, unique=True))
     forward_pairs = [(a, b) for index, a in enumerate(names) for b in names[index + 1 :]]
     pairs = draw(st.lists(st.sampled_from(forward_pairs), unique=True)) if forward_pairs else []
     pairs += [(name, names[-1]) for name in names[:-1] if name not in dict(pairs)]  # branches meet
     edges = tuple(NamedEdge(producer=a, consumer=b, bytes=draw(st.none() | amounts)) for a, b in pairs)
     layer_times = st.builds(lambda values: LayerTimes(**values), times())
-    kinds = st.dictionaries(st.text(), st.tuples(*[layer_times] * len(names)), max_size=2)
+    kinds = st.dictionaries(SHOWN, st.tuples(*[layer_times] * len(names)), max_size=2)
     return ModelProfile(
-        name=draw(st.text()),
+        name=draw(SHOWN),
         microbatch_size=draw(st.integers(1, 1000)),
         layers=tuple(draw(layer_profiles(name)) for name in names),
         named_edges=draw(st.none() | st.just(edges)),

@@ -17,6 +17,7 @@ from raypipe.artifacts import codec
 from raypipe.artifacts.syntax import yaml_text, yaml_tree
 from raypipe.artifacts.topology import FORMAT, ClusterTopology, Device, Link, Node, NodeLink, Overheads, Path, SharedLink
 from raypipe.errors import FormatError, NoLinkError, PlanError
+from tests.strategies import SHOWN
 
 CONFIGS = FilePath(__file__).parents[2] / "cluster_configs"
 
@@ -76,7 +77,7 @@ def topologies(draw: st.DrawFn) -> ClusterTopology:
     pairs = draw(st.lists(st.tuples(st.sampled_from(ends), st.sampled_from(ends)).filter(lambda pair: pair[0] != pair[1]), max_size=5))
     pairs = list({frozenset(pair): pair for pair in pairs}.values())
     return ClusterTopology(
-        name=draw(st.text()),
+        name=draw(SHOWN),
         nodes=nodes,
         links=tuple(
             Link(source=a, target=b, bandwidth_bytes_per_s=draw(speeds), latency_s=draw(latencies), one_way=draw(st.booleans()))

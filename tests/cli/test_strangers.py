@@ -53,6 +53,14 @@ def test_names_with_control_characters_are_refused_in_json_and_yaml(saved: Path,
         ClusterTopology.load(path)
 
 
+@pytest.mark.parametrize("name", ["two\nlines", "a\ttab", f"a{RED}color"])
+def test_names_with_control_characters_are_refused_as_they_are_made(name: str) -> None:
+    with pytest.raises(FormatError):
+        ModelProfile.uniform(4, name=name, forward_s=1.0, backward_s=2.0, output_bytes=1, saved_bytes=1, parameter_bytes=1)
+    with pytest.raises(FormatError):
+        ClusterTopology.uniform(4, name=name, bandwidth_bytes_per_s=1e9, latency_s=0.0)
+
+
 def test_a_name_of_a_run_with_control_characters_is_refused() -> None:
     for name in (f"run{RED}", "run\n", "run\t1"):
         with pytest.raises(FormatError):
@@ -70,14 +78,11 @@ def test_text_that_a_terminal_obeys_is_written_out(capsys: pytest.CaptureFixture
     assert r"about \x1b[31mit" in shown.err
 
 
-def test_json_text_keeps_its_line_feeds_and_letters(tmp_path: Path) -> None:
-    path = tmp_path / "profile.json"
-    tree = json.loads(json.dumps({"format": "raypipe.model_profile/1"}))
-    profile().save(path)
-    tree = json.loads(path.read_text())
-    tree["name"] = "gr\u00f6\u00dfer\tand\nlonger"
-    path.write_text(json.dumps(tree))
-    assert ModelProfile.load(path).name == tree["name"]
+def test_text_in_files_keeps_its_line_feeds_and_letters(tmp_path: Path) -> None:
+    path = tmp_path / "train.yaml"
+    text = "gr\u00f6\u00dfer\tand\nlonger"
+    path.write_text(f"format: raypipe.train/1\nmodel: {{function: m:f}}\ndata: {{path: x}}\nrun: {{sample_prompt: {json.dumps(text)}}}\n")
+    assert TrainConfig.load(path).run.sample_prompt == text
 
 
 # Sizes
