@@ -6,8 +6,11 @@ optimizer/exp_avg/weight      optimizer state of this weight
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
+from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -16,8 +19,35 @@ from raypipe.actors.stage.module import StageModule
 from raypipe.actors.stage.weights import Weights
 from raypipe.errors import ConfigError
 
+
+@dataclass(frozen=True)
+class PackedTensor:
+    """A tensor's bytes, which processes of one node can read from the same memory; torch's own tensors would be copied by each."""
+
+    data: np.ndarray[tuple[int], np.dtype[np.uint8]]
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+
+PackedState = dict[str, PackedTensor]
+"""The state of a layer on its way between processes."""
 OPTIMIZER = "optimizer/"  # a module cannot have such a name
 _COUNTS = frozenset({"step", "mu_product"})  # optimizer state that is one number per weight, whatever the weight's shape
+
+
+def packed(state: Mapping[str, Tensor]) -> PackedState:
+    """Return the state of a layer in the memory of the host; on the CPU without a copy."""
+    return {
+        name: PackedTensor(tensor.detach().cpu().reshape(-1).view(torch.uint8).numpy(), tensor.dtype, tuple(tensor.shape))
+        for name, tensor in state.items()
+    }
+
+
+def unpacked(state: Mapping[str, PackedTensor]) -> dict[str, Tensor]:
+    """Return the tensors of a packed state; nobody may write to them."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
+        return {name: torch.from_numpy(one.data).view(one.dtype).reshape(one.shape) for name, one in state.items()}
 
 
 def export_layers(weights: Weights) -> dict[int, dict[str, Tensor]]:

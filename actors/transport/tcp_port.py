@@ -40,6 +40,7 @@ class Port:
             connections.datagrams,
             connections.own,
             connections.addresses,
+            secret=connections.secret,
             rate=self._bytes_per_s,
             summing=lambda: [peer for peer, link in self.links.items() if link.is_summing],
         )

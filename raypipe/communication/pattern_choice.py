@@ -2,7 +2,7 @@
 
 A sum's time is that of all its shares, then that of all its totals, and the latencies of the longest way of a slice. In each phase the
 busiest link decides, or the busiest member: what a member sends to others of its node goes one after the other, and so does what it
-sends to other nodes.
+sends to other nodes. Members of one node that do the latter use its wires in the same order, one wire at a time.
 
 Members of whom some cannot communicate, both ways, sum along the tree of their best links; where links do not join them all, not at all.
 """
@@ -96,12 +96,23 @@ def ring_time(nodes: Sequence[Hashable], path: PathOf) -> SumTime:
 def _phase_s(loads: dict[Hop, float], nodes: Sequence[Hashable], path: PathOf) -> float:
     links: Counter[str] = Counter()
     senders: Counter[tuple[int, bool]] = Counter()
+    between: dict[tuple[Hashable, Hashable], Counter[str]] = {}
+    targets: dict[int, set[Hashable]] = {}
     for (source, target), part in loads.items():
-        between = path(source, target)
-        for name, bandwidth in between.resources:
+        way = path(source, target)
+        own = between.setdefault((nodes[source], nodes[target]), Counter())
+        for name, bandwidth in way.resources:
             links[name] += part / bandwidth  # type: ignore[assignment]
-        senders[source, nodes[source] == nodes[target]] += part / between.bandwidth_bytes_per_s  # type: ignore[assignment]
-    return max([*links.values(), *senders.values()], default=0.0)
+            own[name] += part / bandwidth  # type: ignore[assignment]
+        senders[source, nodes[source] == nodes[target]] += part / way.bandwidth_bytes_per_s  # type: ignore[assignment]
+        targets.setdefault(source, set()).add(nodes[target])
+    # Members of one node that send to several others take these in the same order: they share each wire in turn.
+    in_turn = {nodes[source] for source, reached in targets.items() if len(reached - {nodes[source]}) > 1}
+    nodes_s: Counter[Hashable] = Counter()
+    for (one, other), of_pair in between.items():
+        if one in in_turn and one != other:
+            nodes_s[one] += max(of_pair.values(), default=0.0)  # type: ignore[assignment]
+    return max([*links.values(), *senders.values(), *nodes_s.values()], default=0.0)
 
 
 def _latency_s(pattern: Pattern, path: PathOf) -> float:

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from raypipe.communication.buckets import num_buckets
 from raypipe.planning.layout import Layout
 from raypipe.planning.problem import Devices, Floats, Problem
+from raypipe.planning.shared_wires import CopiedStage, SharedWires
 
 _WorkerRows = tuple[Devices, Sequence[int]]  # Devices of a worker, and the rows of each.
 
@@ -26,11 +27,15 @@ _MANY_DEVICES = 64  # With more devices, arrays are faster than loops.
 
 
 class Channel(NamedTuple):
-    """Cost of messages between two workers: seconds per byte of the whole tensor on the busiest link, latency, the former by link."""
+    """Cost of messages between two workers: seconds per byte of the whole tensor on the busiest link, latency, the former by link.
+
+    `mean_s_per_byte` are those until a row has arrived, in the mean of all rows: devices go on as soon as they have their own.
+    """
 
     s_per_byte: float
     latency_s: float
     loads: tuple[tuple[str, float], ...]
+    mean_s_per_byte: float
 
     @property
     def exists(self) -> bool:
@@ -75,6 +80,14 @@ class Estimator:
     _vectors: dict[tuple[int, int], float] = field(default_factory=dict, repr=False)
     _stages: dict[tuple[Devices, int, int], StageSeconds] = field(default_factory=dict, repr=False)
 
+    @cached_property
+    def _wires(self) -> SharedWires:
+        return SharedWires(self.problem)
+
+    @cached_property
+    def _wires_are_shared(self) -> bool:
+        return self._wires.can_be_shared()
+
     def channel(self, source: Devices, target: Devices) -> Channel:
         """Return the cost of messages from one worker to another."""
         channel = self._channels.get((source, target))
@@ -85,17 +98,19 @@ class Estimator:
     def _channel(self, source: Devices, target: Devices) -> Channel:
         problem = self.problem
         loads: dict[str, float] = {}
-        latency_s = 0.0
+        latency_s = mean_s_per_byte = 0.0
         rows = problem.rows(source), problem.rows(target)
         if rows[0] is None or rows[1] is None:
-            return Channel(math.inf, math.inf, ())
+            return Channel(math.inf, math.inf, (), math.inf)
         merged = _merged_overlaps if len(source) + len(target) > _MANY_DEVICES else _overlaps
         for sender, receiver, num_rows in merged(problem, (source, rows[0]), (target, rows[1])):
             path = problem.path(sender, receiver)
             latency_s = max(latency_s, path.latency_s)
             for resource, bandwidth in path.resources:
                 loads[resource] = loads.get(resource, 0.0) + num_rows / problem.microbatch_size / bandwidth
-        return Channel(max(loads.values(), default=0.0), latency_s, tuple(loads.items()))
+            arrived = max((loads[resource] for resource, _ in path.resources), default=0.0)
+            mean_s_per_byte += arrived * num_rows / problem.microbatch_size
+        return Channel(max(loads.values(), default=0.0), latency_s, tuple(loads.items()), mean_s_per_byte)
 
     def stage(self, group: Devices, first: int, end: int) -> StageSeconds:
         """Return the seconds of the layers first..end-1 on a worker's devices."""
@@ -250,7 +265,8 @@ class Estimator:
                 for link, s_per_byte in channel.loads:
                     first, busy_s = links.get(link, (n, 0.0))
                     links[link] = (first, busy_s + num_bytes * s_per_byte)
-        heads, tails = [0.0], [stages[0][2]]
+        late_s, sums = self._shared_sums(layout, stages, back)
+        heads, tails = [0.0], [max(stages[0][2], late_s)]
         for n in range(1, num_stages):
             heads.append(heads[-1] + stages[n - 1][0] + forth[n - 1][1])
             tails.append(max(stages[n][2], back[n - 1][1] + stages[n - 1][1] + tails[-1]))
@@ -273,7 +289,25 @@ class Estimator:
             longest = max(longest, heads[n] + max(num_microbatches * (forward_s + backward_s), turns * round_trip) + tails[n])
         for first, busy_s in links.values():
             longest = max(longest, heads[first] + stages[first][0] + num_microbatches * busy_s + stages[first][1] + tails[first])
+        for link, sums_s in sums.items():
+            first, busy_s = links.get(link, (0, 0.0))
+            longest = max(longest, heads[first] + stages[first][0] + num_microbatches * busy_s + sums_s)
         return longest
+
+    def _shared_sums(
+        self, layout: Layout, stages: Sequence[StageSeconds], back: Sequence[tuple[float, float]]
+    ) -> tuple[float, dict[str, float]]:
+        """Return the seconds by which sums on shared wires end behind the first stage's last backward, and how long they keep each wire."""
+        if not self._wires_are_shared or not layout.has_copies:
+            return 0.0, {}
+        copied: list[CopiedStage] = []
+        end_s = 0.0
+        for n, group in enumerate(layout.workers):
+            if n:
+                end_s -= back[n - 1][1] + stages[n - 1][1]
+            if len(group) > 1:
+                copied.append(CopiedStage(group, layout.cuts[n], layout.cuts[n + 1], end_s, stages[n][1]))
+        return self._wires.last_end_s(copied) if len(copied) > 1 else 0.0, self._wires.busy_s(copied)
 
 
 def _merged_overlaps(problem: Problem, source: _WorkerRows, target: _WorkerRows) -> list[tuple[int, int, int]]:

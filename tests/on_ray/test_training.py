@@ -20,7 +20,17 @@ from raypipe.actors.stage.checkpoint import Checkpoint
 from raypipe.actors.stage.optimizers import build_optimizer
 from raypipe.artifacts.plan import Plan
 from raypipe.artifacts.trace import Source, Trace
-from raypipe.config import ClusterConfig, DataConfig, OptimizerConfig, OptimizerName, RunConfig, ScalingConfig, ScheduleConfig, Transport
+from raypipe.config import (
+    ClusterConfig,
+    DataConfig,
+    FailureConfig,
+    OptimizerConfig,
+    OptimizerName,
+    RunConfig,
+    ScalingConfig,
+    ScheduleConfig,
+    Transport,
+)
 from raypipe.data.prepare import prepare
 from raypipe.errors import ConfigError, PlanError, StageFailedError
 from raypipe.models.mlp import mlp
@@ -81,6 +91,7 @@ def trainer(
         scaling_config=ScalingConfig(num_devices=devices, transport=transport, shard_optimizer=shard_optimizer, replicas=replicas),
         cluster_config=ClusterConfig(message_timeout_s=message_timeout_s),
         run_config=RunConfig(name="test", storage_path=str(folder), num_updates=num_updates, checkpoint_every=checkpoint_every),
+        failure_config=FailureConfig(max_failures=0),
         faults=faults,
     )
 
@@ -257,9 +268,11 @@ class Watcher:
 TELLS_MEMORY = os.access("/proc/self/clear_refs", os.W_OK)
 METRICS = (
     "ray_raypipe_loss",
-    "ray_raypipe_tokens_per_s",
-    "ray_raypipe_busy_seconds",
-    "ray_raypipe_wait_seconds",
+    "ray_raypipe_tokens_per_second",
+    "ray_raypipe_gradient_norm",
+    "ray_raypipe_learning_rate",
+    "ray_raypipe_busy_seconds_total",
+    "ray_raypipe_wait_seconds_total",
     *(["ray_raypipe_peak_memory_bytes"] if TELLS_MEMORY else []),
 )
 

@@ -9,13 +9,14 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from raypipe.actors.stage.checkpoint import Checkpoint, CheckpointIndex, layer_file, load_modules
+from raypipe.actors.stage.checkpoint import Checkpoint, load_modules
 from raypipe.actors.stage.gradient_flow import LayerOutput, output_specs
 from raypipe.actors.stage.layers import RngKey, layer_seed
 from raypipe.actors.stage.module import StageModule
 from raypipe.actors.stage.state import export_layers, import_layers
 from raypipe.actors.stage.weights import Weights
 from raypipe.actors.transport.protocol import TensorSpec
+from raypipe.artifacts.checkpoint_files import CheckpointIndex, layer_file
 from raypipe.artifacts.cut import Cut
 from raypipe.errors import ConfigError, FormatError
 from raypipe.model import Batch, Layer, Model
