@@ -123,6 +123,7 @@ class Starter:
         with torch.no_grad(), self._on_own_stream():
             while (held := self._held.get()) is not None:
                 self._start_held(held)
+                del held  # It has sums, whose memory would be kept until the next one.
 
     def _start_held(self, held: _Held) -> None:
         try:

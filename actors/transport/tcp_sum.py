@@ -422,6 +422,8 @@ class TcpSum:
         for each in self._slices:
             for flow in (*each.on, *each.totals):
                 flow.link.sending.discard(self)
+        # They refer to this sum, whose memory is to be free as soon as nobody has it, not when cycles are collected.
+        self._slices, self._sources = [], []
         if self._shares is not None:
             self._summed.copy_(self._shares[0])
             for share in self._shares[1:]:

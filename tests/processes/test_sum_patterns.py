@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import random
 import threading
 import time
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -20,7 +22,7 @@ from raypipe.communication.policy import Communication
 from raypipe.errors import TransportError
 from raypipe.schedules.collectives import Collective, CollectiveKind
 from tests.processes.process_ends import Make, connected, members_of, ring_sum
-from tests.processes.transport_contract import gradients, together
+from tests.processes.transport_contract import becomes_true, gradients, together
 
 EVERYBODY = (0, 1, 2, 3)
 NODES = Pattern(((0, 1), (2, 3)))
@@ -142,3 +144,15 @@ def test_all_members_leave_a_sum_of_which_one_is_gone(make: Make, pattern: Patte
 
     left_s = together(*(lambda device=device: member(device) for device in EVERYBODY))
     assert max(left_s) - gone_s[0] < 2.0
+
+
+def test_the_memory_of_a_sum_is_free_without_a_collection_of_cycles(make: Make) -> None:
+    ends = with_pattern(make, ring(range(4)))
+    gc.disable()
+    try:
+        pending = [end.start(gradients(EVERYBODY), tensor) for end, tensor in zip(ends, numbers(0), strict=True)]
+        kept = [weakref.ref(part.wait()) for part in pending]
+        del pending
+        assert becomes_true(lambda: not any(each() is not None for each in kept), within_s=5.0)
+    finally:
+        gc.enable()
