@@ -41,7 +41,7 @@ from raypipe.planning.device_order import recursive
 from raypipe.planning.evaluator import Evaluation, LayoutEvaluator
 from raypipe.planning.layout import Layout
 from raypipe.planning.partition import Partition
-from raypipe.planning.planners import best_proposal
+from raypipe.planning.planners import Planner, best_proposal
 from raypipe.planning.problem import Problem
 from raypipe.planning.solve import solve
 
@@ -108,11 +108,11 @@ def compared(cell: Cell, *, with_raypipe: bool) -> dict[str, float | None]:
 
     def best(without: str) -> float | None:
         evaluator = LayoutEvaluator(problem)
-        found = best_proposal(lambda _: layouts(evaluator, without), evaluator, "auto")
+        found = best_proposal(Planner(without, without, lambda _: layouts(evaluator, without)), evaluator, "auto")
         return None if found is None or found.missing_bytes else found.update_s
 
     evaluator = LayoutEvaluator(problem)
-    whole = best_proposal(spp, evaluator, "auto")
+    whole = best_proposal(Planner("spp", "SPP", spp), evaluator, "auto")
     found = {"spp": None if whole is None else whole.update_s, **{without: best(without) for without in WITHOUT}}
     return found | ({"raypipe": solve(LayoutEvaluator(problem)).update_s} if with_raypipe else {})
 

@@ -64,15 +64,16 @@ class ProbeActors(ActorGroup):
             ).remote(device, use_gpu=use_gpu)
             for device, slot in enumerate(_with_actors(slots))
         ]
+        actors = cls(slots, names, handles, use_gpu=use_gpu)
         try:
-            actors = cls(slots, names, handles, use_gpu=use_gpu)
             notice(f"starting {len(handles)} probe actors on {len(nodes)} nodes")
             actors.infos = actors.ask(STARTING, lambda _, actor: actor.info.remote(), timeout_s=start_timeout_s)
-            actors.open_store(timeout_s=_CONNECT_TIMEOUT_S)
+            actors.open_store()
             yield actors
         finally:
             for handle in handles:
                 ray.kill(handle, no_restart=True)
+            actors.close_store()
 
     def devices(self, node: int) -> list[int]:
         """Return a node's devices with actors."""

@@ -94,7 +94,7 @@ class _Uniform:
         prefix = self.problem.trained_prefix
         return np.maximum(prefix[None, :] - prefix[:, None], 0.0)
 
-    @property
+    @cached_property
     def nodes(self) -> list[Devices]:
         return nodes_of(self.problem)
 
@@ -204,7 +204,7 @@ class _Dapple:
     def __init__(self, problem: Problem, uniform: _Uniform, within: float, between: float) -> None:
         self.problem, self.uniform = problem, uniform
         self.within, self.between = within, between
-        self.solve = lru_cache(maxsize=None)(self._solve)
+        self.rest_s = lru_cache(maxsize=None)(self._rest_s)
 
     def _take(self, taken: tuple[int, ...], count: int) -> Iterator[tuple[int, ...]]:
         nodes = self.uniform.nodes
@@ -230,7 +230,22 @@ class _Dapple:
         choices.append(tuple(scattered))
         yield from dict.fromkeys(choices)
 
-    def _solve(self, num_stages: int, taken: tuple[int, ...]) -> tuple[Floats, list[tuple[int, tuple[int, ...]]]]:
+    def best_s(self, num_stages: int, taken: tuple[int, ...]) -> Floats:
+        """Return the seconds of the busiest of so many stages, by their first layer.
+
+        Devices count as equal: only how many are taken of how many nodes matters.
+        """
+        return self.rest_s(num_stages, tuple(sorted(zip(map(len, self.uniform.nodes), taken, strict=True))))
+
+    def _rest_s(self, num_stages: int, of_nodes: tuple[tuple[int, int], ...]) -> Floats:
+        left = list(of_nodes)
+        taken = []
+        for devices in self.uniform.nodes:
+            at = next(number for number, (size, _) in enumerate(left) if size == len(devices))
+            taken.append(left.pop(at)[1])
+        return self.solve(num_stages, tuple(taken))[0]
+
+    def solve(self, num_stages: int, taken: tuple[int, ...]) -> tuple[Floats, list[tuple[int, tuple[int, ...]]]]:
         problem, size = self.problem, self.problem.num_layers + 1
         best = np.full(size, math.inf)
         choice: list[tuple[int, tuple[int, ...]]] = [(0, ())] * size
@@ -244,7 +259,7 @@ class _Dapple:
                 else:
                     behind = tuple(map(sum, zip(taken, more, strict=True)))
                     crosses = self.between if len(self.uniform.nodes) > 1 else self.within
-                    rest = np.maximum(self.solve(num_stages - 1, behind)[0], 2 * problem.crossing_bytes / crosses / count)
+                    rest = np.maximum(self.best_s(num_stages - 1, behind), 2 * problem.crossing_bytes / crosses / count)
                 ways = np.maximum(self.uniform.work_s / count, rest[None, :])
                 ways[empty] = math.inf
                 ends = ways.argmin(axis=1)
@@ -255,7 +270,7 @@ class _Dapple:
 
     def layout(self, num_stages: int) -> Layout | None:
         taken = (0,) * len(self.uniform.nodes)
-        if not math.isfinite(self.solve(num_stages, taken)[0][0]):
+        if not math.isfinite(self.best_s(num_stages, taken)[0]):
             return None
         cuts, workers = [0], []
         for left in range(num_stages, 0, -1):

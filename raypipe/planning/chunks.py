@@ -23,6 +23,7 @@ from raypipe.schedules.ir import OpKind, Schedule
 from raypipe.schedules.request import ScheduleRequest
 
 CHAIN_ORDERS = ("zb-v", "interleaved", "chimera", "chimera-doubling", "chimera-halving", "dualpipe", "dualpipe-v", "amdp-flush")
+ONE_PIPELINE = ("zb-v", "interleaved", "dualpipe-v")
 ORDERS = (branch_aware.NAME, *CHAIN_ORDERS)
 # Schedules whose updates overlap; also those of one stage per worker, since their busiest worker alone counts.
 ASYNCHRONOUS = ("async-1f1b", "pipedream-2bw", "pipedream", "async-interleaved", "amdp", "amdp-auto")

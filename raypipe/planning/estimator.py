@@ -27,11 +27,15 @@ _MANY_DEVICES = 64  # With more devices, arrays are faster than loops.
 
 
 class Channel(NamedTuple):
-    """Cost of messages between two workers: seconds per byte of the whole tensor on the busiest link, latency, the former by link."""
+    """Cost of messages between two workers: seconds per byte of the whole tensor on the busiest link, latency, the former by link.
+
+    `mean_s_per_byte` are those until a row has arrived, in the mean of all rows: devices go on as soon as they have their own.
+    """
 
     s_per_byte: float
     latency_s: float
     loads: tuple[tuple[str, float], ...]
+    mean_s_per_byte: float
 
     @property
     def exists(self) -> bool:
@@ -94,17 +98,19 @@ class Estimator:
     def _channel(self, source: Devices, target: Devices) -> Channel:
         problem = self.problem
         loads: dict[str, float] = {}
-        latency_s = 0.0
+        latency_s = mean_s_per_byte = 0.0
         rows = problem.rows(source), problem.rows(target)
         if rows[0] is None or rows[1] is None:
-            return Channel(math.inf, math.inf, ())
+            return Channel(math.inf, math.inf, (), math.inf)
         merged = _merged_overlaps if len(source) + len(target) > _MANY_DEVICES else _overlaps
         for sender, receiver, num_rows in merged(problem, (source, rows[0]), (target, rows[1])):
             path = problem.path(sender, receiver)
             latency_s = max(latency_s, path.latency_s)
             for resource, bandwidth in path.resources:
                 loads[resource] = loads.get(resource, 0.0) + num_rows / problem.microbatch_size / bandwidth
-        return Channel(max(loads.values(), default=0.0), latency_s, tuple(loads.items()))
+            arrived = max((loads[resource] for resource, _ in path.resources), default=0.0)
+            mean_s_per_byte += arrived * num_rows / problem.microbatch_size
+        return Channel(max(loads.values(), default=0.0), latency_s, tuple(loads.items()), mean_s_per_byte)
 
     def stage(self, group: Devices, first: int, end: int) -> StageSeconds:
         """Return the seconds of the layers first..end-1 on a worker's devices."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 
 from raypipe.artifacts.plan import Plan, Predicted, Replica
 from raypipe.communication.patterns import Pattern
@@ -18,7 +19,7 @@ from raypipe.schedule_registry import overlaps
 from raypipe.schedules.ir import Schedule
 from raypipe.schedules.lower import lower
 from raypipe.simulation.compiled import CompiledOrder
-from raypipe.simulation.plan_cost import layout_cost, published_copies, stage_buckets, weight_versions
+from raypipe.simulation.plan_cost import layout_cost, stage_buckets, stepped_shares, weight_versions
 from raypipe.simulation.simulator import Timing, time_order
 
 
@@ -29,7 +30,7 @@ class Evaluation:
     Attributes:
         timing: Times of one update, or of a few where updates overlap.
         num_updates: Number of updates of the planned window.
-        extrapolated_s: Seconds of one update, where `timing` has fewer microbatches.
+        extrapolated_s: Seconds of one update, where `timing` has fewer microbatches, or workers as one device each.
     """
 
     layout: Layout
@@ -162,7 +163,7 @@ class LayoutEvaluator:
             weight_versions=weight_versions(schedule, workers),
             state_bytes_per_parameter_byte=problem.state_bytes_per_parameter_byte,
             recomputed=layout.recomputed or (),
-            published=published_copies(schedule),
+            stepped=stepped_shares(schedule, workers),
             patterns=self.patterns,
         )
         timing = time_order(order, cost)
@@ -170,11 +171,13 @@ class LayoutEvaluator:
         return self.note(Evaluation(layout, timing, missing_bytes, window_updates(problem, layout)))
 
     def missing_bytes(self, layout: Layout, peaks: Callable[[], Sequence[float]]) -> float:
-        """Return the bytes that the fullest device lacks; `peaks` is called only where memory is limited."""
-        limits = [self.problem.memory_bytes[device] for group in layout.workers for device in group]
-        if min(limits) == math.inf:
+        """Return the bytes that the fullest device lacks; `peaks`, of each device or worker, is called only where memory is limited."""
+        limits = [[self.problem.memory_bytes[device] for device in group] for group in layout.workers]
+        if min(map(min, limits)) == math.inf:
             return 0.0
-        return max(0.0, *(peak - limit for peak, limit in zip(peaks(), limits, strict=True)))
+        held = peaks()
+        of_each = list(map(min, limits)) if len(held) == len(limits) else list(chain(*limits))
+        return max(0.0, *(peak - limit for peak, limit in zip(held, of_each, strict=True)))
 
     def plan(self, evaluation: Evaluation, *, planner: str, lower_bound_s: float, lower_bound_reason: str | None = None) -> Plan:
         """Return the plan of a simulated layout, with what is known of all plans."""

@@ -1,6 +1,6 @@
 """Evaluation of long updates by two short ones: once the pipeline is full, each further microbatch takes as long.
 
-Only the best layouts are simulated as a whole.
+On many devices, the devices of a worker count as one, too. Only the best layouts are simulated as a whole.
 """
 
 from __future__ import annotations
@@ -11,11 +11,14 @@ from dataclasses import dataclass, field, replace
 from raypipe.planning.evaluator import Evaluation, LayoutEvaluator, better
 from raypipe.planning.layout import Layout
 from raypipe.planning.layout_schedules import ScheduleCache
+from raypipe.planning.merged import MergedEvaluator, can_merge
 
+_MOST_WHOLE = 1_024  # Microbatches x devices up to which the devices of a worker are simulated one by one.
 _GAIN = 2  # Least factor by which two short updates must be shorter than the long one.
 # Least microbatches per device by which the two short updates differ; the shorter one has twice as many, enough to fill any schedule.
 _FULL = 2
 _MOST_KEPT = 4
+MOST_SIMULATED = 4_096  # Microbatches x devices up to which many layouts are simulated as whole updates in the end.
 
 
 def short_lengths(num_microbatches: int, num_devices: int) -> tuple[int, int] | None:
@@ -33,45 +36,34 @@ def short_lengths(num_microbatches: int, num_devices: int) -> tuple[int, int] | 
 
 @dataclass
 class ShortEvaluator(LayoutEvaluator):
-    """Evaluates layouts by updates of two `lengths` in microbatches, and keeps the `best` of each schedule."""
+    """Evaluates layouts by updates of two `lengths` in microbatches, and keeps the `best` of each schedule.
 
-    lengths: tuple[int, int] = (1, 2)
+    With `merges`, devices of a worker count as one.
+    """
+
+    merges: bool = False
     best: dict[str, list[Evaluation]] = field(default_factory=dict, repr=False)
-    _parts: tuple[LayoutEvaluator, ...] = field(default=(), init=False, repr=False)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check = self.schedules.check
-        self._parts = tuple(
-            LayoutEvaluator(replace(self.problem, num_microbatches=length), ScheduleCache(check)) for length in self.lengths
-        )
+    _parts: dict[int, LayoutEvaluator] = field(default_factory=dict, init=False, repr=False)
 
     @classmethod
     def of(cls, evaluator: LayoutEvaluator) -> ShortEvaluator | None:
         """Return one for the same problem; `None` where it saves little or staleness is limited."""
         problem = evaluator.problem
-        lengths = short_lengths(problem.num_microbatches, problem.num_devices)
-        if lengths is None or problem.staleness:
+        merges = problem.num_microbatches * problem.num_devices > _MOST_WHOLE and can_merge(problem)
+        saves = merges or short_lengths(problem.num_microbatches, problem.num_devices) is not None
+        if not saves or problem.staleness:
             return None
-        schedules = ScheduleCache(evaluator.schedules.check, refusals=evaluator.schedules.refusals)
-        return cls(problem, schedules, evaluator.on_evaluated, poll=evaluator.poll, lengths=lengths)
+        return cls(problem, evaluator.schedules, evaluator.on_evaluated, poll=evaluator.poll, merges=merges)
+
+    def lengths(self, layout: Layout) -> tuple[int, int] | None:
+        """Return the microbatches of the two updates that stand for the whole one; `None` where it is simulated."""
+        return short_lengths(self.problem.num_microbatches, len(layout.workers))
 
     def simulate_exactly(self, layout: Layout) -> Evaluation | None:
         """Extrapolate a layout from two short updates; see `LayoutEvaluator`."""
-        fewer, more = (part.simulate_exactly(layout) for part in self._parts)
-        if fewer is None or more is None:
-            refusals = self.schedules.refusals
-            refusals += [text for part in self._parts for text in part.schedules.refusals[:1] if text not in refusals]
+        evaluation = self._extrapolated(layout, self.lengths(layout))
+        if evaluation is None:
             return None
-        times = (self.problem.num_microbatches - self.lengths[1]) / (self.lengths[1] - self.lengths[0])
-
-        def on_the_line(short: float, long: float) -> float:
-            return long + times * (long - short)
-
-        missing_bytes = self.missing_bytes(
-            layout, lambda: list(map(on_the_line, fewer.timing.peak_memory_bytes, more.timing.peak_memory_bytes))
-        )
-        evaluation = replace(more, missing_bytes=missing_bytes, extrapolated_s=on_the_line(fewer.update_s, more.update_s))
         of_order = self.best.setdefault(layout.order, [])
         if all(kept.layout != layout for kept in of_order):
             of_order.append(evaluation)
@@ -79,12 +71,46 @@ class ShortEvaluator(LayoutEvaluator):
             del of_order[_MOST_KEPT:]
         return self.note(evaluation)
 
+    def _extrapolated(self, layout: Layout, lengths: tuple[int, int] | None) -> Evaluation | None:
+        num_microbatches = self.problem.num_microbatches
+        if lengths is None:
+            return self._part(num_microbatches, layout)
+        fewer, more = (self._part(length, layout) for length in lengths)
+        if fewer is None or more is None:
+            return None
+        times = (num_microbatches - lengths[1]) / (lengths[1] - lengths[0])
+
+        def on_the_line(short: float, long: float) -> float:
+            return long + times * (long - short)
+
+        missing_bytes = self.missing_bytes(
+            layout, lambda: list(map(on_the_line, fewer.timing.peak_memory_bytes, more.timing.peak_memory_bytes))
+        )
+        return replace(more, missing_bytes=missing_bytes, extrapolated_s=on_the_line(fewer.update_s, more.update_s))
+
+    def _part(self, num_microbatches: int, layout: Layout) -> Evaluation | None:
+        part = self._parts.get(num_microbatches)
+        if part is None:
+            make = MergedEvaluator if self.merges else LayoutEvaluator
+            whole = num_microbatches == self.problem.num_microbatches
+            schedules = self.schedules if whole else ScheduleCache(self.schedules.check)
+            part = make(self.problem if whole else self.problem.of_length(num_microbatches), schedules)
+            self._parts[num_microbatches] = part
+        evaluation = part.simulate_exactly(layout)
+        if part.schedules is not self.schedules:
+            refusals = self.schedules.refusals
+            refusals += [text for text in part.schedules.refusals[:1] if text not in refusals]
+            self.schedules.unlinked = part.schedules.unlinked or self.schedules.unlinked
+        return evaluation
+
     def decided(self, extrapolated: Evaluation | None, evaluator: LayoutEvaluator) -> Evaluation | None:
         """Return the best of a layout and those kept of its schedule, simulated as whole updates."""
         if extrapolated is None:
             return None
         best: Evaluation | None = None
-        alike = (kept.layout for kept in (extrapolated, *self.best[extrapolated.layout.order]))
+        large = self.problem.num_microbatches * self.problem.num_devices > MOST_SIMULATED
+        kept = self.best[extrapolated.layout.order][: 1 if large else None]
+        alike = (one.layout for one in (extrapolated, *kept))
         for layout in dict.fromkeys(replace(layout, recomputed=None) for layout in alike):
             best = better(best, evaluator.simulate(layout))
         return best

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import math
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -123,15 +123,15 @@ class GroupPipelines:
                     yield path
                     yield path[::-1]
 
-    def improved(self, layout: Layout, *, num_steps: int) -> Iterator[Layout]:
-        """Yield ever better pipelines whose workers changed places with others or with idle devices."""
+    def improved(self, layout: Layout, *, seconds: Callable[[Layout], float], num_steps: int) -> Iterator[Layout]:
+        """Yield pipelines that take ever fewer `seconds`, whose workers changed places with others or with idle devices."""
         rng = random.Random(0)
-        best_s = self.estimator.estimate_s(layout)
+        best_s = seconds(layout)
         for _ in range(num_steps):
             self.estimator.poll()
             workers = self._changed(layout, rng)
             changed = None if workers is None else self.dealt(workers)
-            if changed is not None and (changed_s := self.estimator.estimate_s(changed)) < best_s:
+            if changed is not None and (changed_s := seconds(changed)) < best_s:
                 layout, best_s = changed, changed_s
                 yield layout
 

@@ -81,7 +81,7 @@ class _Lowered:
         self._orders: dict[tuple[int, ...], CompiledOrder] = {}
 
     def order(self, problem: Problem, layout: Layout) -> CompiledOrder:
-        copied = layout.has_copies or len(self.schedule.pipelines) > 1
+        copied = any(len(members) > 1 for members in self._workers.workers) or len(self.schedule.pipelines) > 1
         buckets = tuple(stage_buckets(problem.profile, layout.cut(problem))) if copied else ()
         if buckets not in self._orders:
             self._orders[buckets] = CompiledOrder(lower(self.schedule, self._workers, buckets=buckets))
@@ -106,7 +106,7 @@ class ScheduleCache:
 
     def compiled(self, problem: Problem, layout: Layout) -> tuple[Schedule, CompiledOrder] | None:
         """Return the schedule of a layout as simulated, and its programs; `None` where it is refused."""
-        workers = layout.placement(problem)
+        workers = self.placed(problem, layout)
         if workers is None:
             return None
         key = self._key(problem, layout)
@@ -118,6 +118,10 @@ class ScheduleCache:
                 self.refusals.append(str(error))
         found = self._compiled[key]
         return None if found is None else (found.schedule, found.order(problem, layout))
+
+    def placed(self, problem: Problem, layout: Layout) -> Placement | None:
+        """Return the workers on devices; `None` where one has more devices than rows."""
+        return layout.placement(problem)
 
     def register(self, problem: Problem, layout: Layout, schedule: Schedule) -> None:
         """Use a schedule for a layout and all that share its schedule."""
@@ -136,7 +140,10 @@ class ScheduleCache:
     def _key(self, problem: Problem, layout: Layout) -> object:
         order = (layout.order, layout.max_in_flight, layout.num_pipelines, layout.ahead, layout.late)
         names = (*order, layout.num_stages, layout.recomputed)
-        return (*names, layout.branches or layout.cut(problem).graph, layout.shares(problem))
+        return (*names, layout.branches or layout.cut(problem).graph, self._shares(problem, layout))
+
+    def _shares(self, problem: Problem, layout: Layout) -> object:
+        return layout.shares(problem)
 
     def _compile(self, problem: Problem, layout: Layout, workers: Placement) -> _Lowered | None:
         window = window_updates(problem, layout)
@@ -157,3 +164,15 @@ class ScheduleCache:
                 self.too_stale.add(StalenessLimits.of(staleness))
                 return None
         return _Lowered(schedule, workers)
+
+
+@dataclass
+class MergedSchedules(ScheduleCache):
+    """Compiled schedules of workers as single devices, shared by all layouts of as many workers."""
+
+    def placed(self, problem: Problem, layout: Layout) -> Placement | None:
+        """Return each worker as one device."""
+        return Placement(tuple(((number, 1.0),) for number in range(len(layout.workers))))
+
+    def _shares(self, problem: Problem, layout: Layout) -> object:
+        return len(layout.workers)

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import partial, reduce
 
 from raypipe.planning import baselines
 from raypipe.planning.estimator import Estimator
-from raypipe.planning.evaluator import Evaluation, LayoutEvaluator, better
+from raypipe.planning.evaluator import Evaluation, LayoutEvaluator, better, ignore
+from raypipe.planning.extrapolation import MOST_SIMULATED, ShortEvaluator
 from raypipe.planning.layout import Layout
 from raypipe.planning.partition import MOST_UNITS
 from raypipe.planning.stopping import SearchStopped
+from raypipe.schedule_registry import is_file, overlaps
 
 AUTO = "auto"  # Instead of a schedule's name: the planner chooses.
+_FEW_PROPOSALS = 4  # Proposals of each baseline with which a search begins.
+_NUM_DECIDED = 2
 
 
 @dataclass(frozen=True)
@@ -30,6 +34,12 @@ class Planner:
     layouts: Callable[[Estimator], Iterator[Layout]] | None
     quick: bool = False
 
+    def proposed(self, evaluator: LayoutEvaluator, schedule: str) -> Iterator[Layout]:
+        """Yield the proposals in their own order, or in the one that is asked for."""
+        assert self.layouts is not None, "a planner that proposes"
+        for layout in self.layouts(evaluator.estimator):
+            yield layout if schedule == AUTO else replace(layout, order=schedule)
+
 
 PLANNERS: tuple[Planner, ...] = (
     Planner("raypipe", "exact programs over several device orders, annealing, simulation; any schedule", None),
@@ -45,44 +55,56 @@ PLANNERS: tuple[Planner, ...] = (
 )
 
 
-def best_proposal(layouts: Callable[[Estimator], Iterator[Layout]], evaluator: LayoutEvaluator, schedule: str) -> Evaluation | None:
-    """Return the best of what a planner proposes."""
-    best: Evaluation | None = None
+def quick_evaluator(evaluator: LayoutEvaluator, schedule: str) -> ShortEvaluator | None:
+    """Return the evaluator by shorter updates; `None` where it saves little."""
+    # Schedules that overlap or come from a file may exist for one number of microbatches alone.
+    return None if schedule != AUTO and (overlaps(schedule) or is_file(schedule)) else ShortEvaluator.of(evaluator)
+
+
+def best_proposal(planner: Planner, evaluator: LayoutEvaluator, schedule: str) -> Evaluation | None:
+    """Return the plan of a planner: the best of what it proposes."""
     try:
-        for layout in layouts(evaluator.estimator):
-            best = better(best, evaluator.simulate(layout if schedule == AUTO else replace(layout, order=schedule)))
+        return _best(planner, evaluator, schedule)
     except SearchStopped:
         evaluator.stopped = True
         return evaluator.best_so_far
+
+
+def starts(evaluator: LayoutEvaluator, schedule: str) -> Iterator[Layout]:
+    """Yield of each baseline the best of the few proposals with the best estimates, to begin a search with."""
+    for planner in _baselines(evaluator):
+        layouts = sorted(planner.proposed(evaluator, schedule), key=evaluator.estimator.estimate_s)[:_FEW_PROPOSALS]
+        best = reduce(better, map(evaluator.simulate, layouts), None)
+        if best is not None:
+            yield replace(best.layout, recomputed=None)
+
+
+def best_of_all(evaluator: LayoutEvaluator, schedule: str, best: Evaluation | None) -> Evaluation | None:
+    """Return the best of a layout and the plans of the baselines; with many devices, of the quick ones alone."""
+    for planner in _baselines(evaluator):
+        best = better(best, _best(planner, evaluator, schedule, ahead_of=best))
     return best
 
 
-def proposals(
-    evaluator: LayoutEvaluator, schedule: str, *, ahead_of: Evaluation | None = None, most: int | None = None
-) -> Iterator[Evaluation]:
-    """Yield each baseline's best proposal; with many devices, of the quick baselines alone.
-
-    Proposals whose busiest stage or hop alone takes longer than the layout `ahead_of` are left out; of the others, the `most` with the best
-    estimates are simulated.
-    """
+def _baselines(evaluator: LayoutEvaluator) -> Iterator[Planner]:
     few = evaluator.problem.num_devices <= MOST_UNITS
-    for planner in PLANNERS:
-        if planner.layouts is None or not (few or planner.quick):
-            continue
-        layouts = partial(_promising, planner.layouts, ahead_of, most)
-        best: Evaluation | None = None
-        for layout in layouts(evaluator.estimator):
-            best = better(best, evaluator.simulate(layout if schedule == AUTO else replace(layout, order=schedule)))
-        if best is not None:
-            yield best
+    return (planner for planner in PLANNERS if planner.layouts is not None and (few or planner.quick))
 
 
-def _promising(
-    layouts: Callable[[Estimator], Iterator[Layout]], ahead_of: Evaluation | None, most: int | None, estimator: Estimator
-) -> Iterator[Layout]:
-    ranked: list[tuple[float, int, Layout]] = []
-    for layout in layouts(estimator):
-        busy_s = estimator.problem.num_microbatches * max(estimator.busy_s(layout))
-        if ahead_of is None or ahead_of.missing_bytes or busy_s < ahead_of.update_s:
-            ranked.append((estimator.estimate_s(layout), len(ranked), layout))
-    yield from (layout for _, _, layout in sorted(ranked)[:most])
+def _best(planner: Planner, evaluator: LayoutEvaluator, schedule: str, *, ahead_of: Evaluation | None = None) -> Evaluation | None:
+    """Return the best proposal of a planner, unless it cannot be better than the layout `ahead_of`.
+
+    Where simulations take long, short ones choose two proposals. Those whose busiest stage or hop alone takes longer than `ahead_of` are
+    left out before, which never leaves out the plan of a planner that is better: so no plan is behind that of a baseline.
+    """
+    problem, estimator = evaluator.problem, evaluator.estimator
+    layouts = list(planner.proposed(evaluator, schedule))
+    if ahead_of is not None and not ahead_of.missing_bytes:
+        layouts = [layout for layout in layouts if problem.num_microbatches * max(estimator.busy_s(layout)) < ahead_of.update_s]
+    large = problem.num_microbatches * problem.num_devices > MOST_SIMULATED
+    quick = quick_evaluator(replace(evaluator, on_evaluated=ignore), schedule) if large else None
+    if quick is not None and len(layouts) > _NUM_DECIDED:
+        judged = [(quick.simulate(layout), layout) for layout in layouts]
+        ranked = sorted((evaluation.rank, at) for at, (evaluation, _) in enumerate(judged) if evaluation is not None)
+        layouts = [layouts[at] for _, at in ranked[:_NUM_DECIDED]]
+    return reduce(better, map(evaluator.simulate, layouts), None)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import partial, reduce
 from itertools import chain, islice, zip_longest
 
 from raypipe.planning import branches, chunks, layer_order
@@ -15,12 +15,13 @@ from raypipe.planning.evaluator import Evaluation, LayoutEvaluator, better
 from raypipe.planning.extrapolation import ShortEvaluator
 from raypipe.planning.late import with_hidden_transfers
 from raypipe.planning.layout import Layout
+from raypipe.planning.levels import node_pipelines
 from raypipe.planning.partition import MOST_UNITS
-from raypipe.planning.planners import AUTO, proposals
+from raypipe.planning.planners import AUTO, best_of_all, quick_evaluator, starts
 from raypipe.planning.problem import Devices, Problem
 from raypipe.planning.search import LayoutSearch, SearchBudget
 from raypipe.planning.stopping import SearchStopped
-from raypipe.schedule_registry import is_file, overlaps
+from raypipe.schedule_registry import overlaps
 from raypipe.schedules.families import branch_aware
 
 # Schedules of one stage per worker that `auto` tries besides those that the local search chooses from.
@@ -28,11 +29,11 @@ ONE_STAGE_ORDERS = ("gpipe", "zb-h1", "zb-h2")
 _SPLIT_ORDERS = ("zb-h1", "zb-h2")
 _MARGIN = 1.02
 _NUM_BRANCHED = 4  # Most workers on which branches are placed, each in many ways.
-_MANY_SIMULATIONS = 100  # With fewer, some proposals of each baseline and some orders stand for all.
-_FEW_PROPOSALS = 4
+_MANY_SIMULATIONS = 100  # With fewer, some orders stand for all.
 _NUM_CLIMBED = 3  # Kinds of orders with several stages or pipelines whose cuts are improved.
 _LEAST_STEPS = 3  # Of the search for forwards ahead, however small the budget.
-_SLACK = 1.25  # Most times that schedules with a split backward are faster than estimated.
+_SLACK = 1.05  # Error of the rank of schedules with a split backward.
+_NEAR = 1.25  # Times the best layout within which layouts of other kinds are improved, where simulations take long.
 
 
 def searched(evaluator: LayoutEvaluator, schedule: str, budget: SearchBudget) -> Evaluation | None:
@@ -47,10 +48,7 @@ def searched(evaluator: LayoutEvaluator, schedule: str, budget: SearchBudget) ->
     try:
         best_sorted = _best_sorted(search, on_others, schedule, budget)
         best = None if best_sorted is None else evaluator.simulate(best_sorted.layout.renumbered(numbers))
-        for evaluation in proposals(
-            evaluator, schedule, ahead_of=best, most=_FEW_PROPOSALS if budget.num_simulations < _MANY_SIMULATIONS else None
-        ):
-            best = better(best, evaluation)
+        best = best_of_all(evaluator, schedule, best)
     except SearchStopped:
         evaluator.stopped = True
         best = evaluator.best_so_far
@@ -70,8 +68,23 @@ def _best_sorted(search: _Search, on_others: Sequence[tuple[_Search, Layers]], s
     if schedule in {AUTO, branch_aware.NAME}:
         found = found.joined(search.on_branches(found.workers))
     most_steps = max(budget.num_simulations // 30, _LEAST_STEPS)
-    hidden = partial(with_hidden_transfers, search.exact, most_steps=most_steps)
-    return _Found(hidden(found.certain), hidden(found.others)).best
+    hidden = partial(with_hidden_transfers, search.evaluator, most_steps=most_steps)
+    if isinstance(search.evaluator, ShortEvaluator):
+        near = _near(found.certain, found.others)
+        found = replace(found, certain=near(found.certain), others=near(found.others))
+    return _Found(search.whole(hidden(found.certain)), search.whole(hidden(found.others))).best
+
+
+def _near(*found: Evaluation | None) -> Callable[[Evaluation | None], Evaluation | None]:
+    """Return a function that returns layouts that are not far behind the best of these, and `None` for others."""
+    best = reduce(better, found, None)
+
+    def near(evaluation: Evaluation | None) -> Evaluation | None:
+        if best is None or evaluation is None:
+            return evaluation
+        return evaluation if evaluation.missing_bytes <= best.missing_bytes and evaluation.update_s <= _NEAR * best.update_s else None
+
+    return near
 
 
 @dataclass(frozen=True)
@@ -107,24 +120,21 @@ class _Search:
     @classmethod
     def of(cls, evaluator: LayoutEvaluator, problem: Problem, schedule: str, budget: SearchBudget) -> _Search:
         exact = LayoutEvaluator(problem, evaluator.schedules, evaluator.on_evaluated, poll=evaluator.poll)
-        # Schedules that overlap or come from a file may exist for one number of microbatches alone.
-        short = None if schedule != AUTO and (overlaps(schedule) or is_file(schedule)) else ShortEvaluator.of(exact)
-        return cls(exact, short or exact, schedule, budget)
+        return cls(exact, quick_evaluator(exact, schedule) or exact, schedule, budget)
 
     def on_list(self) -> _Found:
         """Return the best layouts whose stages are consecutive in the list."""
         evaluator, schedule, budget = self.evaluator, self.schedule, self.budget
         few = evaluator.problem.num_devices <= MOST_UNITS
         # Other schedules hold more or fewer activations: which forwards run again is left open.
-        baselines = proposals(evaluator, schedule, most=_FEW_PROPOSALS) if few else ()
-        begin = [replace(evaluation.layout, recomputed=None) for evaluation in baselines]
+        begin = list(starts(evaluator, schedule)) if few else []
         overlapping = asynchronous_orders(evaluator.problem, schedule)
         several = [order for order in chunks.ORDERS if schedule in {AUTO, order}]
         single = ("1f1b", "list") if several or overlapping else (schedule,)
         search = LayoutSearch(evaluator, single, budget, begin)
         best = search.run()
         if not several and not overlapping:
-            return _Found(self._whole(best))
+            return _Found(best)
         tops = search.best_layouts(max(budget.num_simulations // 30, 1))
         one_each = (tuple((device,) for group in top.workers for device in group) for top in tops)
         workers = list(dict.fromkeys([*one_each, *(top.workers for top in tops)]))
@@ -135,16 +145,18 @@ class _Search:
             key = (layout.order, layout.num_pipelines)
             best_of[key] = better(best_of.get(key), evaluator.simulate(layout))
         ranked = sorted((evaluation for evaluation in best_of.values() if evaluation is not None), key=lambda evaluation: evaluation.rank)
+        if isinstance(evaluator, ShortEvaluator) and schedule == AUTO:
+            ranked = list(filter(_near(best, others), ranked))
         for evaluation in ranked[:_NUM_CLIMBED] if schedule == AUTO and not overlapping else ranked:
             others = better(others, with_hidden_transfers(evaluator, self._climbed(evaluation.layout), most_steps=_LEAST_STEPS))
         # Single stages stand for a schedule that is asked for by name only as a way to its workers.
-        return _Found(self._whole(best) if schedule == AUTO else None, self._whole(others), tuple(workers))
+        return _Found(best if schedule == AUTO else None, others, tuple(workers))
 
     def of_list(self, found: _Found, layers: Layers) -> _Found:
         """Simulate in the own list what was found in another."""
 
         def in_own(evaluation: Evaluation | None) -> Evaluation | None:
-            return None if evaluation is None else self.exact.simulate(evaluation.layout.relisted(layers))
+            return None if evaluation is None else self.evaluator.simulate(evaluation.layout.relisted(layers))
 
         return _Found(in_own(found.certain), in_own(found.others), found.workers)
 
@@ -154,13 +166,15 @@ class _Search:
         # With few simulations, only the orders that are fastest if memory allows them.
         for order in ONE_STAGE_ORDERS if num_simulations >= _MANY_SIMULATIONS else _SPLIT_ORDERS:
             best_of_order: Evaluation | None = None
+            seconds = search.split_s if order in _SPLIT_ORDERS else None
             tops = search.best_layouts(max(num_simulations // 8, 1))
             if order in _SPLIT_ORDERS:
                 tops += search.split_layouts(max(num_simulations // 8, 2))
+                tops += node_pipelines(self.evaluator.estimator, orders=(order,), divide=False)
             for top in dict.fromkeys(tops):
                 best_of_order = better(best_of_order, self.evaluator.simulate(replace(top, order=order, max_in_flight=None)))
             if best_of_order is not None:
-                others = better(others, search.improved([best_of_order], num_simulations // 4 - 1, slack=_SLACK))
+                others = better(others, search.improved([best_of_order], num_simulations // 4 - 1, seconds=seconds, slack=_SLACK))
         return others
 
     def _of_several(
@@ -170,6 +184,8 @@ class _Search:
         # Orders in which several workers take the loss may have no replicas there.
         flushed_workers = workers if evaluator.problem.profile.loss_couples_rows else [top.workers for top in tops]
         on_chains = [order for order in several if order != branch_aware.NAME]
+        if isinstance(evaluator, ShortEvaluator) and evaluator.merges and self.schedule == AUTO:
+            on_chains = [order for order in on_chains if order in chunks.ONE_PIPELINE]  # Others are simulated device by device.
         yield from islice(
             (layout for order in on_chains for group in flushed_workers for layout in chunks.layouts(evaluator, group, order)), most
         )
@@ -184,7 +200,7 @@ class _Search:
         for layout in self._of_branches(workers):
             certain = self.schedule == AUTO and _is_certain(layout)
             best[certain] = better(best[certain], self._climbed(layout))
-        return _Found(self._whole(best[True]), self._whole(best[False]))
+        return _Found(best[True], best[False])
 
     def _of_branches(self, workers: tuple[tuple[Devices, ...], ...]) -> Iterator[Layout]:
         """Yield layouts on the first of these workers, devices that are alike once, and on groups of neighbors among the devices."""
@@ -195,7 +211,8 @@ class _Search:
         if workers:
             yield from branches.replicated_layouts(self.evaluator, tuple(chain.from_iterable(workers[0])))
 
-    def _whole(self, evaluation: Evaluation | None) -> Evaluation | None:
+    def whole(self, evaluation: Evaluation | None) -> Evaluation | None:
+        """Return what was found as whole updates, device by device."""
         return self.evaluator.decided(evaluation, self.exact) if isinstance(self.evaluator, ShortEvaluator) else evaluation
 
     def _climbed(self, layout: Layout) -> Evaluation | None:

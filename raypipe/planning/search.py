@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import islice
 
 from raypipe.planning.device_order import orders
 from raypipe.planning.evaluator import Evaluation, LayoutEvaluator
@@ -31,7 +32,8 @@ _NUM_CLIMBED = 3  # Pipelines of groups whose workers change places, by each of 
 _SPLIT_RAMP = 0.4  # Part of the time besides the busiest worker's that remains where backwards are split.
 _ESTIMATE_WORK = 9.0  # Work of the estimate of 8 devices: stages, and devices by eight.
 _LEAST_SIMULATIONS = 6
-_SIMULATION_WORK = 256.0  # Microbatches x devices of a simulation that counts as one.
+_SIMULATION_WORK = 1024.0  # Microbatches x workers of a simulation that counts as one.
+_USUAL_WORKERS = 32  # Most workers that count: with many devices, layouts of more are seldom good.
 
 
 @dataclass(frozen=True)
@@ -49,9 +51,10 @@ class SearchBudget:
         """Return the usual budget times `effort`; numbers shrink as a layout takes longer to estimate and to simulate."""
         num_stages = min(problem.num_devices, problem.num_layers)
         num_used = min(problem.num_devices, problem.num_layers * problem.microbatch_size)
-        lengths = short_lengths(problem.num_microbatches, problem.num_devices) or (0, problem.num_microbatches)
+        num_workers = min(num_stages, _USUAL_WORKERS)
+        lengths = short_lengths(problem.num_microbatches, num_workers) or (0, problem.num_microbatches)
         estimate = max((num_stages + num_used / 8) / _ESTIMATE_WORK, 1.0)
-        simulation = max(sum(lengths) * num_used / _SIMULATION_WORK, 1.0)
+        simulation = max(sum(lengths) * num_workers / _SIMULATION_WORK, 1.0)
         return cls(
             num_estimates=max(round(cls.num_estimates * effort / estimate), 1),
             num_simulations=max(round(cls.num_simulations * effort / simulation), _LEAST_SIMULATIONS),
@@ -104,7 +107,8 @@ class LayoutSearch:
             self.evaluator.simulate(min(fitting, key=self.estimate_s))  # Whenever the search is stopped, there is a plan.
         begin = [*sorted(fitting, key=self.estimate_s)[:_NUM_CLIMBED], *sorted(fitting, key=self.split_s)[:_NUM_CLIMBED]]
         for layout in dict.fromkeys(begin):
-            for better in groups.improved(layout, num_steps=self.budget.num_swaps // len(begin)):
+            seconds = self.estimate_s if layout in begin[:_NUM_CLIMBED] else self.split_s
+            for better in groups.improved(layout, seconds=seconds, num_steps=self.budget.num_swaps // len(begin)):
                 yield from (replace(better, order=order) for order in self.schedules)
 
     def _of_programs(self) -> Iterator[Layout]:
@@ -194,7 +198,11 @@ class LayoutSearch:
         evaluated: dict[Layout, Evaluation] = {}
         variants = [layout for layout in self.others if layout.order in self.schedules]
         most = self.budget.num_simulations // 2 + len(variants)
-        for layout in self._ranked()[:most]:
+        # Rings in another order often have equal estimates: one stands for them all, others are neighbors of the best.
+        different: dict[object, Layout] = {}
+        for layout in self._ranked():
+            different.setdefault((layout.cuts, layout.order, layout.max_in_flight, *map(frozenset, layout.workers)), layout)
+        for layout in islice(different.values(), most):
             variants += [layout if layout.order == order else replace(layout, order=order, max_in_flight=None) for order in self.schedules]
         for variant in variants:
             if variant not in evaluated and len(evaluated) < most and (evaluation := self.evaluator.simulate(variant)) is not None:
@@ -203,15 +211,22 @@ class LayoutSearch:
             return None
         return self.improved(evaluated.values(), self.budget.num_simulations - len(evaluated))
 
-    def improved(self, begin: Iterable[Evaluation], num_simulations: int, *, slack: float = 1.0) -> Evaluation:
+    def improved(
+        self, begin: Iterable[Evaluation], num_simulations: int, *, seconds: Callable[[Layout], float] | None = None, slack: float = 1.0
+    ) -> Evaluation:
         """Return the best layout of a search around at least one simulated layout.
 
-        Only layouts whose estimate is below the best time x `slack` are simulated: more than 1 for schedules faster than estimated.
+        Only layouts of which the estimate is below the best time are simulated; or with `seconds`, those of which these say so within
+        `slack`, scaled as for the best layout.
         """
         rng = random.Random(1)
         pool = sorted(begin, key=lambda evaluation: (evaluation.rank, str(evaluation.layout)))
         seen = {replace(evaluation.layout, recomputed=None) for evaluation in pool}
         pool = pool[:_POOL]
+        if seconds is None:
+            seconds = self.estimate_s
+        else:
+            slack *= seconds(pool[0].layout) / pool[0].update_s
         for _ in range(20 * num_simulations):
             if num_simulations <= 0:
                 break
@@ -219,7 +234,7 @@ class LayoutSearch:
             changed = self.moves.changed(pool[min(int(rng.expovariate(1.0)), len(pool) - 1)].layout, rng)
             # While plans lack memory that estimates leave out, such as that of sums, slower ones are better if they fit.
             most_s = math.inf if pool[-1].missing_bytes else pool[-1].update_s * slack
-            if changed is None or changed in seen or self.estimate_s(changed) >= most_s:
+            if changed is None or changed in seen or seconds(changed) >= most_s:
                 continue
             seen.add(changed)
             num_simulations -= 1

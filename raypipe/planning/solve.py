@@ -73,7 +73,7 @@ def solve(
 
 
 def _best(planner: Planner, schedule: str, budget: SearchBudget, evaluator: LayoutEvaluator) -> Evaluation | None:
-    return searched(evaluator, schedule, budget) if planner.layouts is None else best_proposal(planner.layouts, evaluator, schedule)
+    return searched(evaluator, schedule, budget) if planner.layouts is None else best_proposal(planner, evaluator, schedule)
 
 
 def _best_on_any_list(search: Callable[[LayoutEvaluator], Evaluation | None], evaluator: LayoutEvaluator) -> Evaluation | None:

@@ -272,13 +272,14 @@ def check_data(config: TrainConfig, model: Model, *, vocabulary_size: object) ->
     return data.sequence_length
 
 
-def checkpoint_to_resume(folder: RunFolder, config: TrainConfig, model: Model, notice: Notice) -> Checkpoint:
-    """Return the newest checkpoint of a run's folder.
+def checkpoint_to_resume(folder: RunFolder, config: TrainConfig, model: Model, notice: Notice, *, may_be_done: bool) -> Checkpoint:
+    """Return the newest checkpoint of a run's folder that is as it was written; tell `notice` of newer ones.
 
     Raises:
-        ConfigError: It does not fit the configuration, or has all updates already.
+        FormatError: There is none.
+        ConfigError: It does not fit the configuration, or has all updates already and may not be done.
     """
-    checkpoint = Checkpoint.latest(folder.path)
+    checkpoint = Checkpoint.latest(folder.storage, notice=notice)
     assert checkpoint is not None, "a folder to resume from has a checkpoint"
     index, before = checkpoint.index, folder.config
     layers = tuple(layer.name for layer in model.layers)
@@ -288,13 +289,14 @@ def checkpoint_to_resume(folder: RunFolder, config: TrainConfig, model: Model, n
         raise ConfigError(
             f"{checkpoint.path} is of a run with run.seed={index.seed}, got {config.run.seed}; the order of rows would change"
         )
-    if before.optimizer.name is not config.optimizer.name:
+    optimizer = index.optimizer or before.optimizer.name
+    if optimizer != config.optimizer.name:
         raise ConfigError(
-            f"{checkpoint.path} has the state of optimizer.name={before.optimizer.name}, which {config.optimizer.name} cannot go on from; "
-            f"set it to {before.optimizer.name}"
+            f"{checkpoint.path} has the state of optimizer.name={optimizer}, which {config.optimizer.name} cannot go on from; "
+            f"set it to {optimizer}"
         )
     # An update's number says which rows it reads: with another number of rows, some would be skipped or read twice.
-    old_rows, new_rows = (of_run.schedule.num_microbatches * of_run.schedule.microbatch_size for of_run in (before, config))
+    old_rows, new_rows = index.rows_per_update or rows_per_update(before), rows_per_update(config)
     if old_rows != new_rows:
         raise ConfigError(
             f"{checkpoint.path} is of a run with {old_rows} rows an update, got {new_rows}; choose schedule.num_microbatches and "
@@ -313,6 +315,11 @@ def checkpoint_to_resume(folder: RunFolder, config: TrainConfig, model: Model, n
         )
     if before.data.path != config.data.path:  # the same file may have moved
         notice(f"data.path was {before.data.path} and is {config.data.path}: losses on other text do not compare")
-    if index.update >= config.run.num_updates:
+    if index.update >= config.run.num_updates and not may_be_done:
         raise ConfigError(f"{checkpoint.path} has done {index.update} updates already; raise run.num_updates ({config.run.num_updates})")
     return checkpoint
+
+
+def rows_per_update(config: TrainConfig) -> int:
+    """Return the rows that an update reads, over all pipelines."""
+    return config.schedule.num_microbatches * config.schedule.microbatch_size

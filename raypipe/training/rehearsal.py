@@ -190,6 +190,7 @@ class _Scaled:
                 weight_grad_s=layer.weight_grad_s,
                 num_parameters=max(layer.gradient_bytes // NUMBER_BYTES, 1) if num_copies > 1 else 1,
                 num_tied=num_tied if number == len(cost.layers) else 0,
+                num_weights=num_copies if stage in self.schedule.published_stages else 1,
             )
             for number, (layer, share) in enumerate(zip(cost.layers, shares, strict=True), 1)
         )

@@ -100,6 +100,16 @@ class Strategy(ABC):
         return device_stages(self.schedule, self.placement)
 
     @property
+    def devices(self) -> list[int]:
+        """Number of the launched slot of each device of the plan."""
+        return list(range(len(self.plan.devices)))
+
+    @property
+    def launched(self) -> tuple[str, ...]:
+        """Name in the plan's topology of the device in each launched slot."""
+        return self.plan.devices
+
+    @property
     def microbatch_size(self) -> int:
         """Rows of a microbatch."""
         return self.config.schedule.microbatch_size
@@ -258,7 +268,8 @@ class PlannedStrategy(Strategy):
         check_alike(plan.topology, plan.devices)
         check_links(plan, config.scaling.transport)
         check_runnable(plan.schedule, plan.placement, plan.microbatch_size)
-        schedules = {size: sharded(config, window_of(plan.schedule, size)) for size in sorted(window_sizes)}
+        replicated = plan.placement.replicated_workers
+        schedules = {size: sharded(config, window_of(plan.schedule, size), replicated) for size in sorted(window_sizes)}
         super().__init__(config, model, schedules=schedules, placement=plan.placement)
 
     @property

@@ -183,7 +183,14 @@ def test_the_passive_estimate_follows_a_link_that_changes(four: Cluster, tmp_pat
             source, target = link.split()
             lines = [line for line in four.run(METRICS, timeout_s=60).stdout.splitlines() if f'source="{source}",target="{target}"' in line]
             found = {line.split("{")[0].removeprefix("ray_raypipe_link_"): float(line.split()[-1]) for line in lines}
-            assert found.keys() >= {"bandwidth_bytes_per_s", "age_seconds", "changes", "busy_ratio", "queued_bytes", "bytes_total"}
+            assert found.keys() >= {
+                "bandwidth_bytes_per_second",
+                "age_seconds",
+                "changes_total",
+                "busy_ratio",
+                "queued_bytes",
+                "bytes_total",
+            }
             assert 0 < found["busy_ratio"] < 1
             assert found["bytes_total"] > 1e6
             assert any('traffic="message"' in line for line in lines)

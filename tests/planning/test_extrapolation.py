@@ -44,7 +44,7 @@ def test_a_long_update_takes_what_two_short_ones_say(order: str, seed: int) -> N
     evaluator = LayoutEvaluator(problem)
     short = ShortEvaluator.of(evaluator)
     assert short is not None
-    assert short.lengths == (16, 24)
+    assert short.lengths(layout) == (16, 24)
     whole, said = evaluator.simulate(layout), short.simulate(layout)
     assert whole is not None
     assert said is not None
@@ -88,3 +88,13 @@ def test_the_best_that_was_seen_is_kept_once_and_decided_as_a_whole() -> None:
     fastest = min(one.update_s for one in map(evaluator.simulate, layouts) if one is not None)
     assert decided.update_s == pytest.approx(fastest, rel=1e-9)
     assert math.isfinite(decided.timing.makespan_s)
+
+
+def test_a_problem_of_another_length_has_the_same_pairs_of_devices() -> None:
+    problem = random_problem(3, num_devices=5, num_layers=6, one_way=True)
+    assert problem.bandwidth.shape == problem.block_of.shape
+    shorter = problem.of_length(3)
+    assert shorter.bandwidth is problem.bandwidth
+    assert shorter.block_of is problem.block_of
+    assert (shorter.num_microbatches, problem.num_microbatches) == (3, 8)
+    assert shorter.summed_prefix is not problem.summed_prefix

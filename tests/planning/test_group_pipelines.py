@@ -42,7 +42,7 @@ def test_changes_only_make_estimates_better(seed: int) -> None:
     estimator = Estimator(random_problem(seed, num_devices=8, num_layers=9, one_way=True))
     pipelines = GroupPipelines(estimator)
     begin = next(layout for layout in pipelines.layouts() if 1 < layout.num_stages < 8)
-    estimates = [estimator.estimate_s(layout) for layout in (begin, *pipelines.improved(begin, num_steps=80))]
+    estimates = [estimator.estimate_s(layout) for layout in (begin, *pipelines.improved(begin, seconds=estimator.estimate_s, num_steps=80))]
     assert all(later < earlier for earlier, later in itertools.pairwise(estimates))
     assert len(estimates) > 1
 

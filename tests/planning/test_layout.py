@@ -94,7 +94,7 @@ def test_a_simulated_list_keeps_the_bound(seed: int) -> None:
     busiest_s, latency_s = max(stage[0] + stage[1] for stage in stages), 0.0
     for n in range(layout.num_stages - 1):
         ends = (layout.workers[n], layout.workers[n + 1])
-        per_byte, latency_s, _ = evaluator.estimator.channel(*ends)
+        per_byte, latency_s, _, _ = evaluator.estimator.channel(*ends)
         back = evaluator.estimator.channel(*ends[::-1]).s_per_byte
         busiest_s = max(busiest_s, float(problem.crossing_bytes[layout.cuts[n + 1]]) * (per_byte + back))
     # A latency occupies nothing; each of the ways over 2N - 2 channels meets it once. The norm adds one more.
@@ -201,7 +201,7 @@ def test_transfers_that_share_a_wire_follow_each_other() -> None:
     problem = Problem(ModelProfile.uniform(2, output_bytes=100, microbatch_size=4), topology, 1, 4)
     evaluator = LayoutEvaluator(problem)
     # Each of two devices sends half of the bytes over the one wire between the nodes; within a node each pair has its own.
-    per_byte, latency_s, _ = evaluator.estimator.channel((0, 1), (2, 3))
+    per_byte, latency_s, _, _ = evaluator.estimator.channel((0, 1), (2, 3))
     assert per_byte == pytest.approx(0.1)
     assert latency_s == 0.5
     assert evaluator.estimator.channel((0,), (1,))[0] == 0.0

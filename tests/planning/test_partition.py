@@ -36,7 +36,7 @@ def microbatch_s(estimator: Estimator, layout: Layout) -> float:
         if stage + 1 < len(layout.workers):
             num_bytes = float(estimator.problem.crossing_bytes[layout.cuts[stage + 1]])
             for ends in ((group, layout.workers[stage + 1]), (layout.workers[stage + 1], group)):
-                per_byte, latency_s, _ = estimator.channel(*ends)
+                per_byte, latency_s, _, _ = estimator.channel(*ends)
                 total += per_byte * num_bytes + latency_s
     return total
 

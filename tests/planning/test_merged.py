@@ -1,0 +1,134 @@
+"""Workers of several devices, simulated as one device each."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from raypipe.artifacts.profile import LayerProfile, ModelProfile
+from raypipe.artifacts.topology import ClusterTopology, Device, Link, Node, NodeLink
+from raypipe.planning.ahead import with_forwards_ahead
+from raypipe.planning.evaluator import LayoutEvaluator
+from raypipe.planning.layout import Layout
+from raypipe.planning.merged import MergedEvaluator, can_merge
+from raypipe.planning.planners import PLANNERS, best_of_all, best_proposal
+from raypipe.planning.problem import Problem
+from tests.planning.instances import random_problem
+
+GB = 1_000_000_000
+
+
+def alike(*, output_bytes: int = 16_000_000, parameter_bytes: int = 0, memory_bytes: int | None = None) -> Problem:
+    """Two nodes of four equal devices, the second half as fast."""
+    layer = LayerProfile(
+        name="layer",
+        forward_s=0.01,
+        backward_s=0.02,
+        weight_grad_s=0.01,
+        output_bytes=output_bytes,
+        saved_bytes=64_000_000,
+        parameter_bytes=parameter_bytes,
+    )
+    profile = ModelProfile(name="equal", microbatch_size=8, layers=tuple(replace(layer, name=f"layer{number}") for number in range(12)))
+    inside = NodeLink(bandwidth_bytes_per_s=100 * GB, latency_s=1e-5)
+    nodes = tuple(
+        Node(name=name, devices=tuple(Device(f"{name}/{at}", "gpu", memory_bytes, speed) for at in range(4)), link=inside)
+        for name, speed in (("a", 1.0), ("b", 0.5))
+    )
+    links = (Link(source="a", target="b", bandwidth_bytes_per_s=2 * GB, latency_s=2e-5),)
+    return Problem(profile, ClusterTopology(name="two", nodes=nodes, links=links), 16, 8)
+
+
+LAYOUT = Layout((0, 8, 12), ((0, 1, 2, 3), (4, 5, 6, 7)))
+
+
+@pytest.mark.parametrize("order", ["gpipe", "1f1b", "list", "zb-h1", "zb-h2"])
+def test_devices_that_do_the_same_take_as_long_as_one(order: str) -> None:
+    problem = alike(output_bytes=0)
+    layout = replace(LAYOUT, order=order)
+    whole, merged = LayoutEvaluator(problem).simulate(layout), MergedEvaluator(problem).simulate(layout)
+    assert whole is not None
+    assert merged is not None
+    assert merged.update_s == pytest.approx(whole.update_s, rel=1e-3)
+    assert len(merged.timing.order.programs) == 2
+
+
+# 1F1B waits for every message, and devices whose rows come first go on earlier than their mean.
+@pytest.mark.parametrize(("order", "error"), [("1f1b", 0.05), ("zb-h1", 0.03), ("zb-h2", 0.03), ("zb-v", 0.03)])
+def test_messages_and_sums_of_all_devices_take_about_as_long_as_those_of_one(order: str, error: float) -> None:
+    problem = alike(parameter_bytes=20_000_000)
+    layout = replace(LAYOUT, order=order)
+    if order == "zb-v":
+        layout = replace(layout, cuts=(0, 4, 6, 8, 12))
+    whole, merged = LayoutEvaluator(problem).simulate(layout), MergedEvaluator(problem).simulate(layout)
+    assert whole is not None
+    assert merged is not None
+    assert merged.update_s == pytest.approx(whole.update_s, rel=error)
+
+
+@pytest.mark.parametrize("order", ["1f1b", "zb-h2"])
+def test_the_memory_of_the_fullest_device_is_that_of_all(order: str) -> None:
+    problem = alike(parameter_bytes=20_000_000, memory_bytes=600_000_000)
+    layout = replace(LAYOUT, order=order, recomputed=())
+    whole, merged = LayoutEvaluator(problem).simulate_exactly(layout), MergedEvaluator(problem).simulate_exactly(layout)
+    assert whole is not None
+    assert merged is not None
+    assert whole.missing_bytes > 0
+    assert merged.missing_bytes == pytest.approx(whole.missing_bytes, rel=0.02)
+
+
+def test_workers_of_one_device_and_several_pipelines_are_simulated_device_by_device() -> None:
+    problem = alike(parameter_bytes=20_000_000)
+    for layout in (replace(LAYOUT, workers=((0,), (4,))), replace(LAYOUT, order="chimera")):
+        whole, merged = LayoutEvaluator(problem).simulate(layout), MergedEvaluator(problem).simulate(layout)
+        assert whole is not None
+        assert merged is not None
+        assert merged.update_s == whole.update_s
+        assert merged.extrapolated_s is None
+
+
+def test_devices_without_links_are_no_worker_and_no_neighbors() -> None:
+    problem = alike()
+    alone = replace(problem, topology=replace(problem.topology, links=()))
+    evaluator = MergedEvaluator(alone)
+    assert evaluator.simulate(LAYOUT) is None
+    assert evaluator.simulate(Layout((0, 12), ((0, 4),))) is None
+
+
+def test_devices_that_share_cores_do_not_stand_for_each_other() -> None:
+    problem = alike()
+    assert can_merge(problem)
+    nodes = tuple(replace(node, cores=2) for node in problem.topology.nodes)
+    assert not can_merge(replace(problem, topology=replace(problem.topology, nodes=nodes)))
+
+
+def test_forwards_ahead_are_found_at_the_hops_of_merged_workers() -> None:
+    problem = alike(output_bytes=40_000_000)
+    evaluator = MergedEvaluator(problem)
+    begun = evaluator.simulate(replace(LAYOUT, order="1f1b"))
+    found = with_forwards_ahead(evaluator, begun, most_steps=3)
+    assert begun is not None
+    assert found is not None
+    assert found.update_s < begun.update_s
+    assert any(found.layout.ahead)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_no_baseline_is_ahead_of_the_best_of_all(seed: int) -> None:
+    problem = random_problem(seed, num_devices=5, num_layers=6)
+    best = best_of_all(LayoutEvaluator(problem), "auto", None)
+    assert best is not None
+    plans = [best_proposal(planner, LayoutEvaluator(problem), "auto") for planner in PLANNERS if planner.layouts is not None]
+    assert best.update_s == min(plan.update_s for plan in plans if plan is not None)
+
+
+def test_what_cannot_be_better_is_not_simulated() -> None:
+    problem = random_problem(1, num_devices=5, num_layers=6)
+    best = best_of_all(LayoutEvaluator(problem), "auto", None)
+    again: list[object] = []
+    evaluator = LayoutEvaluator(problem, on_evaluated=again.append)
+    assert best_of_all(evaluator, "auto", best) is best
+    all_of_them: list[object] = []
+    best_of_all(LayoutEvaluator(problem, on_evaluated=all_of_them.append), "auto", None)
+    assert len(again) < len(all_of_them)
