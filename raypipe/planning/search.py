@@ -33,7 +33,7 @@ _SPLIT_RAMP = 0.4  # Part of the time besides the busiest worker's that remains 
 _ESTIMATE_WORK = 9.0  # Work of the estimate of 8 devices: stages, and devices by eight.
 _SUMMED = 256  # Devices beyond which what changed workers sum takes most of an estimate, in proportion to the devices.
 _LEAST_SIMULATIONS = 6
-_SIMULATION_WORK = 1024.0  # Microbatches x workers of a simulation that counts as one.
+_SIMULATION_WORK = 512.0  # Microbatches x workers of a simulation that counts as one.
 _USUAL_WORKERS = 32  # Most workers that count: with many devices, layouts of more are seldom good.
 
 
