@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
-from pathlib import Path
 
 import torch
 
@@ -26,13 +26,15 @@ from raypipe.actors.measure.metrics import StageMetrics
 from raypipe.actors.orders import Awaited, BatchFunction, BuildOrder, ConnectOrder, Identity, LayerSize, ModelFunction, Status
 from raypipe.actors.stage.gradient_flow import EdgeSpecs, LayerOutput
 from raypipe.actors.stage.optimizers import build_optimizer
+from raypipe.actors.stage.state import PackedState, packed, unpacked
 from raypipe.actors.transport import cuda
 from raypipe.actors.transport.process import ProcessTransport
-from raypipe.actors.transport.rendezvous import host_store
 from raypipe.artifacts.branches import stages_text
+from raypipe.artifacts.checkpoint_files import FileSums
+from raypipe.artifacts.storage import Storage
 from raypipe.communication.patterns import Pattern
 from raypipe.config import OptimizerConfig, Precision
-from raypipe.errors import AbortedError, ConfigError, RunError, StageFailedError
+from raypipe.errors import AbortedError, ConfigError, RunError, StageRaisedError
 from raypipe.schedules.lower import DeviceProgram
 
 
@@ -63,6 +65,7 @@ class Activity:
 
 
 _LOG = logging.getLogger("raypipe.stage")
+_WRITER_NICENESS = 10
 
 
 def remedy_of(error: BaseException) -> str:
@@ -75,11 +78,18 @@ def remedy_of(error: BaseException) -> str:
     return "see the actor's log in the Ray dashboard"
 
 
+def _merged(layers: Sequence[int], states: Sequence[PackedState]) -> dict[int, dict[str, torch.Tensor]]:
+    merged: dict[int, dict[str, torch.Tensor]] = {}
+    for layer, state in zip(layers, states, strict=True):
+        merged.setdefault(layer, {}).update(unpacked(state))
+    return merged
+
+
 class StageActor:
     """One device and the stages on it.
 
-    Methods run one at a time, but for `status`, `read_clock` and `abort`, which Ray gives threads of their own. `gpu_share` is 0 for a CPU
-    device. An actor with a `node_position` among those of its node binds to some cores.
+    Methods run one at a time, but for `status`, `read_clock`, `abort` and `write_snapshot`, which Ray gives threads of their own.
+    `gpu_share` is 0 for a CPU device. An actor with a `node_position` among those of its node binds to some cores.
     """
 
     def __init__(
@@ -97,7 +107,6 @@ class StageActor:
         start_profiler()  # layers are measured in a thread of Ray's
         self.identity = identity
         self._activity = Activity()
-        self._store: object = None
         self._stages: DeviceStages | None = None
         self._transport: ProcessTransport | None = None
         self._executor: Executor | None = None
@@ -107,6 +116,7 @@ class StageActor:
         self._programs: dict[str, DeviceProgram] = {}
         self._links = Links(identity.device)
         self._metrics = StageMetrics(run=identity.run, device=identity.name, stages=identity.stage_text)
+        self._held: dict[int, tuple[PackedState, ...]] = {}
 
     def __repr__(self) -> str:
         return f"Stage({self.identity.stage_text})"
@@ -125,6 +135,8 @@ class StageActor:
             computes=bool(progress) and not progress.startswith("waiting"),
             failure=running.failure if running is not None else None,
             awaited=self._awaited(step) if step is not None else None,
+            name=self.identity.name,
+            stages=self.identity.stage_text,
         )
 
     def _awaited(self, step: ReceiveStep | AwaitStep) -> Awaited:
@@ -150,15 +162,15 @@ class StageActor:
         """Return where this actor runs."""
         return actor_info(self._on, num_cores=self._num_cores)
 
-    def check_storage(self, folder: str) -> None:
+    def check_storage(self, folder: Storage) -> None:
         """Raise `ConfigError` if this node cannot write to the folder where checkpoints will go."""
-        probe = Path(folder) / f"probe-{self.identity.device}"
+        name = f"probe-{self.identity.device}"
         try:
-            probe.touch()
-            probe.unlink()
+            folder.write(name, b"")
+            folder.remove(name)
         except OSError as error:
             raise ConfigError(
-                f"run.storage_path: {folder} cannot be written on node {os.uname().nodename} ({error.strerror}); "
+                f"run.storage_path: {folder.name} cannot be written on node {os.uname().nodename} ({error.strerror or error}); "
                 "choose a path that all nodes share"
             ) from None
 
@@ -201,6 +213,11 @@ class StageActor:
             self.identity = identity
             self._metrics = StageMetrics(run=identity.run, device=identity.name, stages=identity.stage_text)
 
+    def restart(self, identity: Identity | None) -> None:
+        """Forget that this actor was aborted, and what it did; then as `assign`."""
+        self._activity.abort_reason = None
+        self.assign(identity)
+
     def build(self, order: BuildOrder) -> dict[int, LayerSize]:
         """Build the layers of this device's stages; return the size of each."""
         self._activity.begin("building layers")
@@ -214,30 +231,49 @@ class StageActor:
         """Return what a stage gives, from what the stages before it give; prepare its weights for the precision."""
         return self._built(f"finding the shapes of stage {stage}").output_specs(stage, made)
 
-    def save(self, folder: str) -> list[str]:
-        """Write weights and optimizer state of each layer, of replicas the first, into a folder; return the names of the files."""
-        return self._built("saving").save(folder)
+    def take_snapshot(self, layers: Sequence[int] = (), *stepped: PackedState) -> None:
+        """Copy weights and optimizer state of each layer, of replicas the first, into memory.
 
-    def load(self, folder: str) -> None:
-        """Read what `save` wrote, with this or any other cut of the model."""
+        `layers` are those of which other replicas have `stepped` a part.
+        """
+        self._built("copying layers").take_snapshot(_merged(layers, stepped))
+
+    def write_snapshot(self, folder: Storage) -> dict[str, FileSums]:
+        """Write the copy into a folder, in a thread of its own; return the sums of each file, or raise `RunError`."""
+        assert self._stages is not None, "a snapshot comes first"
+        # Of the processors it takes what the stages leave; Linux has a priority for each thread.
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _WRITER_NICENESS)
+        return self._stages.write_snapshot(folder)
+
+    def load(self, folder: Storage) -> None:
+        """Read what was written from this or any other cut of the model."""
         self._built("loading").load(folder)
 
-    def primary_layers(self) -> list[int]:
-        """Return the layers that this device exports, of replicas the first."""
-        return self._stages.primary_layers() if self._stages is not None else []
+    def exported_layers(self) -> tuple[list[int], list[int]]:
+        """Return the layers that this device exports whole, of replicas the first, and those of which it has stepped a part."""
+        return self._stages.exported_layers() if self._stages is not None else ([], [])
 
     def needed_layers(self) -> list[int]:
         """Return the layers whose states this device's stages need."""
         return self._stages.needed_layers() if self._stages is not None else []
 
-    def export_layers(self, layers: Sequence[int]) -> Iterator[dict[str, torch.Tensor] | None]:
-        """Yield weights and optimizer state of each layer, then `None`, which tells the driver that all are done."""
-        yield from self._built(f"exporting layers {', '.join(map(str, layers))}").export_layers(layers)
+    def export_layers(self, layers: Sequence[int]) -> Iterator[PackedState | None]:
+        """Yield what this device has of each of `exported_layers`, then `None`, which tells the driver that all are done."""
+        for state in self._built(f"exporting layers {', '.join(map(str, layers))}").export_layers(layers):
+            yield packed(state)
         yield None
 
-    def import_layers(self, layers: Sequence[int], *states: Mapping[str, torch.Tensor]) -> None:
-        """Take over layers that `needed_layers` returned, with the states that `export_layers` yielded."""
-        self._built("importing layers").import_layers(dict(zip(layers, states, strict=True)))
+    def import_layers(self, layers: Sequence[int], *states: PackedState) -> None:
+        """Take over layers that `needed_layers` returned, with the states that `export_layers` yielded on one or more devices."""
+        self._built("importing layers").import_layers(_merged(layers, states))
+
+    def hold(self, update: int, oldest: int, *states: PackedState) -> None:
+        """Keep the states of another node's layers behind an update, and drop those that were kept before the update `oldest`.
+
+        Answered while the other methods compute.
+        """
+        # Ray keeps its copy of an object on this node for as long as a process here uses the object's memory.
+        self._held = {kept: held for kept, held in self._held.items() if kept >= oldest} | {update: states}
 
     def _built(self, doing: str) -> DeviceStages:
         assert self._stages is not None, "build comes first"
@@ -245,12 +281,6 @@ class StageActor:
         return self._stages
 
     # Connecting
-
-    def host_store(self, *, host: str, timeout_s: float) -> int:
-        """Open the store where all actors meet; return its port."""
-        self._activity.begin("opening the store")
-        self._store, port = host_store(host, timeout_s=timeout_s)
-        return port
 
     def connect(self, order: ConnectOrder, edge_specs: EdgeSpecs, *, host_ip: str) -> None:
         """Connect this device with its neighbors."""
@@ -262,7 +292,7 @@ class StageActor:
             shared=order.shared,
             groups=order.groups,
             patterns=order.patterns,
-            store=(order.host, order.port),
+            store=order.store,
             prefix=order.prefix,
             connect_timeout_s=order.connect_timeout_s,
             timeout_s=order.message_timeout_s,
@@ -342,10 +372,10 @@ class StageActor:
         self._metrics.record(report, program)
         return report
 
-    def _failure(self, error: Exception, executor: Executor) -> StageFailedError:
+    def _failure(self, error: Exception, executor: Executor) -> StageRaisedError:
         info, during = self.info(), f"{self._activity.doing}, {executor.progress}"
         _LOG.error("%s", during, exc_info=error)  # the driver is told the last line alone
-        return StageFailedError(
+        return StageRaisedError(
             device=self.identity.name,
             stages=stages_text(self.identity.stages, executor.branches),
             node=f"{info.hostname} {info.ip}",

@@ -10,13 +10,16 @@ from torch import Tensor
 
 from raypipe.actors.execution.batches import BatchSource
 from raypipe.actors.orders import BuildOrder, LayerSize
-from raypipe.actors.stage.checkpoint import load_stage, save_stage
+from raypipe.actors.stage.checkpoint import load_stages
 from raypipe.actors.stage.gradient_flow import LayerOutput
 from raypipe.actors.stage.module import StageModule
 from raypipe.actors.stage.optimizers import build_optimizer
 from raypipe.actors.stage.precision import build_stage, loss_in_float32, prepare
-from raypipe.actors.stage.state import export_layers, import_layers
+from raypipe.actors.stage.snapshot import Snapshot
+from raypipe.actors.stage.state import export_layers, export_stepped, import_layers
 from raypipe.actors.stage.weights import Weights
+from raypipe.artifacts.checkpoint_files import FileSums
+from raypipe.artifacts.storage import Storage
 from raypipe.model import Batch
 
 WHOLE = (0.0, 1.0)
@@ -32,6 +35,7 @@ class DeviceStages:
         self.weights: dict[int, Weights] = {}
         self.primary: frozenset[int] = frozenset()
         """Stages whose first copy is on this device; only it saves and exports them."""
+        self._snapshot = Snapshot()
         self._stages = stages
         self._on = on
         self._sources: dict[str, BatchSource] = {}
@@ -77,33 +81,40 @@ class DeviceStages:
 
     # Layers on disk
 
-    def save(self, folder: str) -> list[str]:
-        """Write weights and optimizer state of each layer of the primary stages into a folder; return the names of the files."""
-        return [name for weights in self._primary() for name in save_stage(folder, weights)]
+    def take_snapshot(self, stepped: Mapping[int, Mapping[str, Tensor]]) -> None:
+        """Copy weights and optimizer state of the primary stages into memory; the copy before must have been written.
 
-    def load(self, folder: str) -> None:
-        """Read what `save` wrote, with this or any other cut of the model."""
-        for weights in self.weights.values():
-            load_stage(folder, weights)
+        `stepped` is what other copies have of the optimizer's state, by layer.
+        """
+        self._snapshot.take(self._primary(), stepped)
+
+    def write_snapshot(self, folder: Storage) -> dict[str, FileSums]:
+        """Write the copy into a folder while windows run; return the sums of each layer's file."""
+        return self._snapshot.write(folder)
+
+    def load(self, folder: Storage) -> None:
+        """Read what was written from any cut of the model."""
+        load_stages(folder, self.weights.values())
 
     # Layers that move between devices
 
     def _primary(self) -> list[Weights]:
         return [weights for stage, weights in self.weights.items() if stage in self.primary]
 
-    def primary_layers(self) -> list[int]:
-        """Return the layers that this device exports."""
-        return [index for weights in self._primary() for index in weights.module.indices]
+    def exported_layers(self) -> tuple[list[int], list[int]]:
+        """Return the layers that this device exports whole, and those of which it, not the first copy, has stepped a part."""
+        stepped = [layer for stage, weights in self.weights.items() if stage not in self.primary for layer in export_stepped(weights)]
+        return [index for weights in self._primary() for index in weights.module.indices], stepped
 
     def needed_layers(self) -> list[int]:
         """Return the layers whose states the stages need."""
         return list(dict.fromkeys(layer for weights in self.weights.values() for layer in weights.module.needed_layers))
 
     def export_layers(self, layers: Sequence[int]) -> Iterator[dict[str, Tensor]]:
-        """Yield weights and optimizer state of each layer."""
+        """Yield what this device has to export of each of `exported_layers`."""
         for layer in layers:
-            weights = next(weights for weights in self._primary() if layer in weights.module.indices)
-            yield {name: tensor.cpu() for name, tensor in export_layers(weights)[layer].items()}
+            stage, weights = next((stage, weights) for stage, weights in self.weights.items() if layer in weights.module.indices)
+            yield (export_layers if stage in self.primary else export_stepped)(weights)[layer]
 
     def import_layers(self, states: Mapping[int, Mapping[str, Tensor]]) -> None:
         """Take over the states of `needed_layers`, by layer, as `export_layers` yielded them."""

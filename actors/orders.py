@@ -9,6 +9,7 @@ import torch
 
 from raypipe.actors.execution.batches import BatchSource
 from raypipe.actors.execution.faults import FaultScript
+from raypipe.actors.transport.secret import StoreAddress
 from raypipe.artifacts.branches import cut_branches, stages_text
 from raypipe.artifacts.cut import Cut
 from raypipe.communication.patterns import Pattern
@@ -76,6 +77,7 @@ class ConnectOrder:
         nodes: Ray node of each device; what leaves for other nodes takes turns.
         groups: Members of each sum.
         patterns: Patterns of sums by members, at first; where left out a ring in the order of the members.
+        store: Where the actors find each other.
         prefix: Text unique to this run and epoch.
         message_timeout_s: Limit for every later wait.
     """
@@ -87,8 +89,7 @@ class ConnectOrder:
     nodes: tuple[str, ...]
     groups: tuple[tuple[int, ...], ...]
     patterns: Mapping[tuple[int, ...], Pattern]
-    host: str
-    port: int
+    store: StoreAddress
     prefix: str
     connect_timeout_s: float
     message_timeout_s: float
@@ -123,6 +124,8 @@ class Status:
         since_s: Seconds since the actor began the call that it is in.
         computes: Whether it runs an Op of a window, and does not wait for another device.
         failure: Why its window cannot end, where the thread that runs it cannot say so itself.
+        name: Name of the device.
+        stages: The stages on it, in text.
         awaited: The transfer that it waits for, or waited for when its window failed.
     """
 
@@ -132,3 +135,5 @@ class Status:
     computes: bool
     failure: RunError | None = None
     awaited: Awaited | None = None
+    name: str = ""
+    stages: str = ""

@@ -12,7 +12,6 @@ from raypipe.actors.actor_info import ActorInfo, actor_info
 from raypipe.actors.measure.flows import Flow, FlowConnection, Readings
 from raypipe.actors.measure.links import Links
 from raypipe.actors.transport import cuda
-from raypipe.actors.transport.rendezvous import host_store
 
 
 class ProbeActor:
@@ -26,7 +25,6 @@ class ProbeActor:
             os.environ.update(cuda.environment(""))
             self._on = torch.device("cuda", 0)
         self._links = Links(device, on=self._on)
-        self._store: object = None
 
     def __repr__(self) -> str:
         return f"Probe({self.device})"
@@ -35,16 +33,19 @@ class ProbeActor:
         """Return where this actor runs."""
         return actor_info(self._on, num_cores=len(os.sched_getaffinity(0)))
 
-    def host_store(self, *, host: str, timeout_s: float) -> int:
-        """Open the store where the devices of flows find each other; return its port."""
-        self._store, port = host_store(host, timeout_s=timeout_s)
-        return port
-
     def connect(self, connections: Sequence[FlowConnection], *, host_ip: str) -> None:
         """Connect flows; raises `ConfigError` if cupy or NCCL is missing on a GPU."""
+        self._load_library()
+        self._links.connect(connections, host_ip=host_ip)
+
+    def reach(self, connections: Sequence[FlowConnection], *, host_ip: str) -> list[tuple[int, int]]:
+        """Connect flows as `connect` does; return source and target of those whose devices do not reach each other."""
+        self._load_library()
+        return self._links.reach(connections, host_ip=host_ip)
+
+    def _load_library(self) -> None:
         if self._on.type == "cuda" and self._links.library is None:
             self._links.library = cuda.Cuda(self._on)
-        self._links.connect(connections, host_ip=host_ip)
 
     def run(self, flows: Sequence[Flow]) -> list[Readings]:
         """Take part in flows; see `Links`."""

@@ -30,7 +30,7 @@ from raypipe.schedules.request import ScheduleRequest, StageTimes
 from raypipe.schedules.search.dispatch import TimedPipelines, defer_updates
 from raypipe.simulation.compiled import CompiledOrder
 from raypipe.simulation.cost import Cost
-from raypipe.simulation.plan_cost import layout_cost, published_copies, weight_versions
+from raypipe.simulation.plan_cost import layout_cost, stepped_shares, weight_versions
 from raypipe.simulation.simulator import Timing, time_order
 
 ROWS = 4
@@ -120,7 +120,7 @@ def equal_cut(num_layers: int, num_stages: int) -> tuple[int, ...]:
 
 
 def schedule_of(case: Case, size: ScheduleRequest) -> Schedule:
-    """The case's order, with the scope's updates where nobody waits for them and one optimizer for all copies of a stage."""
+    """The case's order, with the scope's updates where nobody waits for them and an optimizer whose state the copies of a stage divide."""
     schedule = build(case.name, size)
     if size.update_scope is UpdateScope.GLOBAL and case.name in {"pipedream-2bw", "async-1f1b"}:
         schedule = defer_updates(schedule, TimedPipelines.of(schedule.pipelines, size))
@@ -142,7 +142,7 @@ def cost_of(problem: Problem, cuts: tuple[int, ...], schedule: Schedule) -> Cost
         num_microbatches=problem.num_microbatches,
         weight_versions=weight_versions(schedule, placement),
         state_bytes_per_parameter_byte=STATE,
-        published=published_copies(schedule),
+        stepped=stepped_shares(schedule, placement),
     )
 
 

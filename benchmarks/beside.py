@@ -28,7 +28,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the network in n
 
 from raypipe.actors.transport.process import ProcessTransport
 from raypipe.actors.transport.protocol import Expected, TensorSpec
-from raypipe.actors.transport.rendezvous import host_store
+from raypipe.actors.transport.secret import Secret, StoreAddress
+from raypipe.actors.transport.store import StoreServer
 from raypipe.communication.policy import CHUNK_S, Communication
 from raypipe.schedules.collectives import Collective, CollectiveKind
 from raypipe.schedules.lower import Direction, Message
@@ -42,10 +43,11 @@ PERIOD_S = 0.02
 SUM_NUMBERS = 2_500_000
 NUM_SUMS = 9  # take a little longer than the messages
 SENDER, RECEIVER, THIRD = range(3)
+SECRET = Secret(b"of devices in network namespaces")
 BESIDE = {"alone": (), "sender's sums": (SENDER, THIRD), "receiver's sums": (RECEIVER, THIRD)}
 
 
-def end(device: int, summing: tuple[int, ...], store: tuple[str, int], *, scheduled: bool, host_ip: str) -> list[float]:
+def end(device: int, summing: tuple[int, ...], store: StoreAddress, *, scheduled: bool, host_ip: str) -> list[float]:
     """Be a device; return the seconds of each message if this is the receiver."""
     torch.set_num_threads(1)
     transport = ProcessTransport(
@@ -122,16 +124,14 @@ def main() -> int:
     parser.add_argument("--scheduled", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.device is not None:
-        kept = None
         if options.store is None:
-            kept, port = host_store(options.host, timeout_s=60.0)
-            options.store = f"{options.host}:{port}"
-            print(options.store, flush=True)
-        host, port_text = options.store.split(":")
+            store = StoreServer(options.host, secret=SECRET).address
+            print(store, flush=True)
+        else:
+            host, port_text = options.store.split(":")
+            store = StoreAddress(host, int(port_text), SECRET)
         summing = BESIDE[options.beside]
-        seconds = end(int(options.device), summing, (host, int(port_text)), scheduled=options.scheduled, host_ip=options.host)
-        print(json.dumps(seconds))
-        del kept
+        print(json.dumps(end(int(options.device), summing, store, scheduled=options.scheduled, host_ip=options.host)))
         return 0
     with network(nodes=3) as nodes:
         for node in range(3):

@@ -16,6 +16,8 @@ window; updates of a stage wait for that stage alone.
     b      1F1B with a flush and the sum behind it
     c      2BW and 1F1B as in a and b, with the sums in four buckets in the order in which they are complete, the first of them inside the
            last backward, as DistributedDataParallel has it (simulated)
+    turns  as a', messages before sums, sums in chunks by deadline
+    zero   the same with an optimizer whose state replicas divide (ZeRO-1): sums to owners, U halfway, weights to all
     raypipe  as a', messages before sums, sums in chunks by deadline, and as many forwards ahead at each hop as the search finds
 
 Ablations of raypipe, each with all of those before:
@@ -41,6 +43,7 @@ import json
 import math
 import statistics
 import sys
+from collections import Counter
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -65,10 +68,10 @@ from raypipe.planning.problem import Problem
 from raypipe.profiling.overhead_fit import Observations
 from raypipe.schedules.ir import Schedule, UpdateScope
 from raypipe.schedules.lower import lower
-from raypipe.schedules.passes import forwards_ahead, late_updates
+from raypipe.schedules.passes import forwards_ahead, late_updates, shard_optimizer
 from raypipe.schedules.validate import validate
 from raypipe.simulation.compiled import CompiledOrder
-from raypipe.simulation.plan_cost import plan_cost
+from raypipe.simulation.plan_cost import plan_cost, plan_programs
 from raypipe.simulation.simulator import time_order
 from raypipe.training.run_schedules import window_of
 from tests.multinode.cluster import Cluster, cluster
@@ -207,6 +210,12 @@ class Cell:
         validate(schedule)
         return schedule
 
+    def sharded(self, schedule: Schedule) -> Schedule:
+        """Return the order with an optimizer whose state the replicas of each stage divide."""
+        found = shard_optimizer(schedule, replicated_workers=range(self.num_stages) if self.num_replicas > 1 else ())
+        validate(found)
+        return found
+
     def possible_s(self) -> float:
         """Return the larger of a device's computation and a port's transfers."""
         messages_s = self.num_microbatches * self.message_s if self.num_stages > 1 else 0.0
@@ -249,6 +258,7 @@ def simulated(cell: Cell) -> dict[str, Any]:
         "c 1f1b": _update_s(dense, flushed, plain, num_buckets=_NUM_BUCKETS),
         "dense": _searched(dense)[1] if cell.touched_bytes else searched_s,
         "turns": _in_turns_s(cell, late_updates(two_buffers)),
+        "zero": _in_turns_s(cell, cell.sharded(two_buffers)),
         "raypipe": searched_s,
     }
     ablations = {
@@ -275,6 +285,7 @@ def simulated(cell: Cell) -> dict[str, Any]:
         "ablations_s": ablations,
         "fallen_s": fallen_s,
         "possible_s": possible_s,
+        "sum_bytes": {"turns": _sum_bytes(cell, late_updates(two_buffers)), "zero": _sum_bytes(cell, cell.sharded(two_buffers))},
         "forwards_ahead": ahead,
     }
 
@@ -290,6 +301,7 @@ def _runs(cell: Cell) -> dict[str, tuple[Schedule, str]]:
         "a'": (late_updates(two_buffers), "gloo"),
         "b": (cell.schedule("1f1b"), "gloo"),
         "turns": (late_updates(two_buffers), "tcp"),
+        "zero": (cell.sharded(two_buffers), "tcp"),
         "raypipe": (late_updates(forwards_ahead(two_buffers, ahead)), "tcp"),
     }
 
@@ -385,6 +397,15 @@ def _update_s(
     return time_order(CompiledOrder(programs), cost).steady_update_s
 
 
+def _sum_bytes(cell: Cell, schedule: Schedule) -> int:
+    """Return the most bytes of sums and weights that a device sends for an update, as simulated."""
+    plan = cell.plan(schedule)
+    sent: Counter[int] = Counter()
+    for passed in time_order(CompiledOrder(plan_programs(plan)), plan_cost(plan)).passed:
+        sent[passed.source] += round(passed.num_bytes)
+    return max(sent.values(), default=0) // NUM_UPDATES
+
+
 def _rehearse_all(cells: list[Cell], options: argparse.Namespace) -> None:
     results = []
     for cell in cells:
@@ -414,6 +435,10 @@ def _ablations(result: dict[str, Any]) -> dict[str, str]:
     return told | {f"{name} at {FALLEN:g}": f"{1000 * update_s:.0f}" for name, update_s in result["fallen_s"].items()}
 
 
+def _bytes(result: dict[str, Any]) -> dict[str, str]:
+    return {"cell": result["name"]} | {system: f"{num_bytes / 1e6:.2f} MB" for system, num_bytes in result["sum_bytes"].items()}
+
+
 def main() -> int:
     """Run the benchmark."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -421,7 +446,7 @@ def main() -> int:
     parser.add_argument("--rehearse", action="store_true", help="run the orders on nodes in network namespaces")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--cells", nargs="+", choices=[cell.name for cell in (*CELLS, *OTHER_ORDERS)])
-    parser.add_argument("--systems", nargs="+", choices=["a", "a'", "b", "turns", "raypipe"], help="those that are rehearsed")
+    parser.add_argument("--systems", nargs="+", choices=["a", "a'", "b", "turns", "zero", "raypipe"], help="those that are rehearsed")
     parser.add_argument("--json", help="file for the results")
     options = parser.parse_args()
     if options.rehearse:
@@ -442,6 +467,7 @@ def main() -> int:
     ]
     print_table("seconds of an update, simulated", rows)
     print_table("ablations, simulated", [_ablations(result) for result in results])
+    print_table("largest bytes that a device sends for an update, besides messages", [_bytes(result) for result in results])
     write_json(options.json, results)
     return 0
 

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from raypipe.actors.local import LocalPipeline
 from raypipe.actors.transport.protocol import Expected, Pending, Places, Transport
+from raypipe.communication.shards import Segment
 from raypipe.schedules.collectives import Collective
 from raypipe.schedules.lower import Message
 
@@ -67,9 +68,22 @@ class _InTurn:
         with _without(self.turn):
             return self.transport.recv(message, peer)
 
-    def start(self, collective: Collective, tensor: Tensor, *, deadline: int = 0, places: Places | None = None) -> Pending:
+    def slice_owners(self, members: tuple[int, ...]) -> tuple[int, ...]:
         """See `Transport`."""
-        return _PendingInTurn(self.transport.start(collective, tensor, deadline=deadline, places=places), self)
+        return self.transport.slice_owners(members)
+
+    def start(
+        self,
+        collective: Collective,
+        tensor: Tensor,
+        *,
+        deadline: int = 0,
+        places: Places | None = None,
+        segments: tuple[Segment, ...] = (),
+    ) -> Pending:
+        """See `Transport`."""
+        pending = self.transport.start(collective, tensor, deadline=deadline, places=places, segments=segments)
+        return _PendingInTurn(pending, self)
 
     def check(self) -> None:
         """See `Transport`."""

@@ -47,7 +47,7 @@ class Case:
         num_microbatches: of an update.
         num_updates: of a window.
         num_chunks: stages a device.
-        sharded: whether one copy of a stage alone keeps optimizer state.
+        sharded: whether the copies of a stage divide the optimizer's state.
         recomputed: whether all stages run their forwards again.
     """
 

@@ -24,7 +24,8 @@ from rounds import Summary, in_rounds, print_table, write_json
 
 from raypipe.actors.transport.process import ProcessTransport
 from raypipe.actors.transport.protocol import Expected, TensorSpec
-from raypipe.actors.transport.rendezvous import host_store
+from raypipe.actors.transport.secret import Secret, StoreAddress
+from raypipe.actors.transport.store import StoreServer
 from raypipe.schedules.lower import Direction, Message
 
 TIMEOUT_S = 60.0
@@ -62,7 +63,7 @@ class Lists:
         return self.known[case, count]
 
 
-def connected(device: int, port: int) -> dict[str, ProcessTransport]:
+def connected(device: int, store: StoreAddress) -> dict[str, ProcessTransport]:
     """This process's ends."""
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
@@ -73,7 +74,7 @@ def connected(device: int, port: int) -> dict[str, ProcessTransport]:
             channels=[(0, 1)],
             shared=[(0, 1)] if name == "shm" else [],
             groups=[],
-            store=("127.0.0.1", port),
+            store=store,
             prefix=name,
             timeout_s=TIMEOUT_S,
             over_tcp=name != "gloo",
@@ -85,9 +86,9 @@ def connected(device: int, port: int) -> dict[str, ProcessTransport]:
     return ends
 
 
-def receive(port: int, orders: Connection) -> None:
+def receive(store: StoreAddress, orders: Connection) -> None:
     """The other process: takes windows of messages as it is told, and answers when each call of recv began and ended."""
-    ends = connected(1, port)
+    ends = connected(1, store)
     lists = Lists()
     orders.send(None)
     while (order := orders.recv()) is not None:
@@ -155,12 +156,12 @@ def main() -> None:
     parser.add_argument("--gap-ms", type=float, default=5.0)
     parser.add_argument("--json", default=None)
     arguments = parser.parse_args()
-    store, port = host_store("127.0.0.1", timeout_s=TIMEOUT_S)
+    store = StoreServer("127.0.0.1", secret=Secret.new())
     context = multiprocessing.get_context("spawn")
     orders, theirs = context.Pipe()
-    process = context.Process(target=receive, args=(port, theirs), daemon=True)
+    process = context.Process(target=receive, args=(store.address, theirs), daemon=True)
     process.start()
-    ends = connected(0, port)
+    ends = connected(0, store.address)
     orders.recv()
     lists = Lists()
     candidates: dict[Case, Callable[[], Window]] = {}
@@ -176,7 +177,7 @@ def main() -> None:
     process.join()
     for end in ends.values():
         end.close()
-    del store
+    store.close()
     rows: list[dict[str, str]] = []
     results: list[dict[str, object]] = []
     for case, windows in found.items():

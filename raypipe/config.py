@@ -16,8 +16,9 @@ from raypipe.artifacts import codec
 from raypipe.artifacts.files import read_text, write_text
 from raypipe.artifacts.record import invalid, record
 from raypipe.artifacts.syntax import yaml_text, yaml_tree
-from raypipe.errors import ConfigError
+from raypipe.errors import ConfigError, ScheduleError
 from raypipe.schedules.ir import UpdateScope
+from raypipe.schedules.request import ScheduleRequest
 from raypipe.schedules.staleness import StalenessLimits
 
 FORMAT = "raypipe.train/1"
@@ -208,9 +209,9 @@ class ScalingConfig:
         transport: Transport of messages between stages. Sums over several devices use raypipe's own TCP connections, or gloo with `gloo`;
             between GPUs NCCL.
         calibration: `raypipe.calibration/1` file for predictions; left out for the file of `raypipe calibrate` on this machine.
-        shard_optimizer: Whether only one of the copies of a stage in several pipelines keeps optimizer state and sends updated weights
-            to the others (ZeRO stage 1). Otherwise all copies update. A run says if its schedule has each stage in one pipeline only,
-            where this changes nothing.
+        shard_optimizer: Whether the copies of a stage, in several pipelines or on the devices of one worker, divide the optimizer's state:
+            each gets the summed gradients of some weights, updates these and sends them to the others (ZeRO stage 1). Otherwise all copies
+            update all weights. A run says if each stage is on one device only, where this changes nothing.
         measure_layers: Whether layers are measured even if a plan brings its profile; this changes predictions, not the plan.
     """
 
@@ -265,6 +266,21 @@ class CommunicationConfig:
 
 
 @record()
+class FailureConfig:
+    """What a run does about failures of devices, nodes and links.
+
+    Attributes:
+        max_failures: Most failures in a row that a run recovers from; they are counted anew once the run is past the window that failed.
+            0 lets every failure end the run, which then keeps no copies of its state.
+        copy_share: Largest share of the run's time in which the devices may wait for copies of their state, which a recovery goes on
+            from. Where copies after every window would take more, they are rarer.
+    """
+
+    max_failures: NonNegativeInt = 3
+    copy_share: Annotated[float, Field(gt=0, le=1)] = 0.05
+
+
+@record()
 class ClusterConfig:
     """The Ray cluster.
 
@@ -291,17 +307,32 @@ class ClusterConfig:
         return self.address or os.environ.get("RAY_ADDRESS") or None
 
 
+class CheckpointMetric(StrEnum):
+    """The losses by which a checkpoint may be kept; less is better."""
+
+    LOSS = "loss"
+    """The training loss of the last update."""
+    VALIDATION_LOSS = "validation_loss"
+    """The validation loss, where the weights were evaluated."""
+
+
 @record()
 class RunConfig:
     """The length of a run and the place of its results.
 
     Attributes:
         name: Name of the run; its folder in the storage path.
-        storage_path: Folder of all runs; with several nodes, a folder that all of them share.
+        storage_path: Folder of all runs, or a URI that one of pyarrow's file systems serves, such as `s3://bucket/runs`; with several
+            nodes, a folder that all of them share.
         seed: Seed of weights, order of rows and dropout.
         num_updates: Updates of the run.
         evaluate_every: Updates between evaluations; 0 for one at the end.
-        checkpoint_every: Updates between checkpoints; 0 for one at the end.
+        checkpoint_every: Updates between checkpoints; 0 for none by the number of updates. The end of a run always has one.
+        checkpoint_every_s: Seconds of training after which a window's end has a checkpoint; 0 for none by time.
+        num_to_keep: Newest checkpoints to keep; 0 for all.
+        keep_best_by: Loss by which the best checkpoint is kept beside the newest; left out for none.
+        grace_s: Seconds within which a run that is asked to stop, by Ctrl-C, SIGTERM or `ray job stop`, ends its window and saves; 0 to
+            end at once. In a Ray job half of RAY_JOB_STOP_WAIT_TIME_S, which is 3 unless the cluster sets it, if that is no longer.
         sample_bytes: Bytes of text to generate at the end, for models of bytes; 0 for none.
         sample_prompt: Beginning of the generated text.
     """
@@ -313,12 +344,18 @@ class RunConfig:
     num_updates: Annotated[int, Field(ge=1, le=10_000_000, json_schema_extra={"remedy": "a longer run can be resumed"})] = 100
     evaluate_every: NonNegativeInt = 0
     checkpoint_every: NonNegativeInt = 0
+    checkpoint_every_s: NonNegativeFloat = 600.0
+    num_to_keep: NonNegativeInt = 3
+    keep_best_by: CheckpointMetric | None = None
+    grace_s: NonNegativeFloat = 30.0
     sample_bytes: NonNegativeInt = 0
     sample_prompt: str = ""
 
     def __post_init__(self) -> None:
         if not self.name or self.name != os.path.basename(self.name) or self.name in {".", ".."}:
             raise invalid(self, "name", f"expected a name for a folder, got {self.name!r}")
+        if not self.name.isprintable():
+            raise invalid(self, "name", f"expected a name without control characters, got {self.name!r}")
 
 
 @record()
@@ -335,6 +372,7 @@ class TrainConfig:
         run: The length of the run and the place of its results.
         adaptation: Whether and when the run changes its plan.
         communication: What devices sum and send each other.
+        failure: What the run does about failures.
         plan: `raypipe.plan/1` file. Stages, devices, schedule, microbatches and their size are then those of the plan. The keys of
             `schedule` and `scaling` that it decides may be left out; a value that is neither the default nor the plan's is refused.
     """
@@ -348,7 +386,19 @@ class TrainConfig:
     run: RunConfig = RunConfig()
     adaptation: AdaptationConfig = AdaptationConfig()
     communication: CommunicationConfig = CommunicationConfig()
+    failure: FailureConfig = FailureConfig()
     plan: str | None = None
+
+    def __post_init__(self) -> None:
+        # Before torch and Ray are loaded.
+        chosen = self.schedule
+        request = ScheduleRequest(
+            self.scaling.num_devices, chosen.num_microbatches, chosen.updates_per_window, num_chunks=chosen.num_chunks or 1
+        )
+        try:
+            request.require_possible()
+        except ScheduleError as error:
+            raise invalid(self, "schedule", str(error)) from None
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], *, overrides: Sequence[str] = ()) -> TrainConfig:
@@ -366,7 +416,12 @@ class TrainConfig:
         text = read_text(path)
         if overrides:
             text = _overridden(text, overrides, path=name)
-        return codec.from_yaml(cls, text, path=name, format_name=FORMAT)
+        return cls.from_text(text, path=name)
+
+    @classmethod
+    def from_text(cls, text: str, *, path: str) -> TrainConfig:
+        """Return the configuration in YAML text, or raise `FormatError`, which names it by `path`."""
+        return codec.from_yaml(cls, text, path=path, format_name=FORMAT)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the configuration as YAML, with its defaults."""

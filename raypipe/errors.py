@@ -15,6 +15,10 @@
         |-- TransportError
         |   `-- TransportTimeoutError
         |-- StageFailedError
+        |   `-- StageRaisedError
+        |-- StateLostError
+        |-- NonFiniteError
+        |-- RunTakenOverError
         `-- AbortedError
 
 Pickle calls `type(error)(*error.args)`, so errors with more than a message define `__reduce__`.
@@ -23,6 +27,7 @@ Pickle calls `type(error)(*error.args)`, so errors with more than a message defi
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterable
 from typing import Any
 
@@ -117,6 +122,10 @@ class TransportTimeoutError(TransportError):
     """The other end did not answer in time."""
 
 
+class StateLostError(RunError):
+    """No copy of some layers is left in the memory of any node."""
+
+
 class StageFailedError(RunError):
     """A stage actor died, or raised `during` some work, such as "window 3, 2B5"."""
 
@@ -133,6 +142,18 @@ class StageFailedError(RunError):
         return (type(self), (self.device, self.stages, self.node, self.during, self.problem, self.remedy))
 
 
+class StageRaisedError(StageFailedError):
+    """A stage's own code, such as the model's, raised an error."""
+
+
+class NonFiniteError(RunError):
+    """A loss, a gradient, a weight or a moment of the optimizer is infinite or no number."""
+
+
+class RunTakenOverError(RunError):
+    """Another process writes the folder of this run, as happens after this one was suspended for long."""
+
+
 class AbortedError(RunError):
     """This part stopped because another part failed or the user asked for it."""
 
@@ -144,6 +165,20 @@ def suggestion(name: str, choices: Iterable[str]) -> str:
     """Return `; did you mean 'x'?` for the nearest choice, or nothing."""
     near = difflib.get_close_matches(name, list(choices), n=1)
     return f"; did you mean {near[0]!r}?" if near else ""
+
+
+_UNSEEN = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069]")
+"""What moves the cursor, colors the terminal or turns the order of characters; line feeds and tabs do not."""
+
+
+def unseen(text: str) -> re.Match[str] | None:
+    """Return the first character that a terminal does not show but obeys, if there is one."""
+    return _UNSEEN.search(text)
+
+
+def visible(text: str) -> str:
+    r"""Return the text with what a terminal would obey written out, such as `\x1b`."""
+    return _UNSEEN.sub(lambda found: ascii(found[0])[1:-1], text)
 
 
 def shown(value: object) -> str:

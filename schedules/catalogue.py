@@ -79,4 +79,5 @@ def of_size(schedule_spec: ScheduleSpec, request: ScheduleRequest) -> Schedule:
     for what in ("num_devices", "num_microbatches", "num_updates", "num_chunks"):
         if (number := getattr(request, what)) < 1:
             raise ScheduleError(f"{what} must be at least 1, got {number}")
+    request.require_possible()
     return schedule_spec.build(request)

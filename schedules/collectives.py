@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import bisect
+import itertools
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
 from operator import itemgetter
 
-from raypipe.schedules.ir import Op, OpKind, Schedule, StageReplica, UpdateScope
+from raypipe.schedules.ir import Op, OpKind, Schedule, StageReplica, UpdateScope, reads
 
 
 class CollectiveKind(StrEnum):
@@ -23,6 +24,8 @@ class CollectiveKind(StrEnum):
     """The gradients of the weights that several stages share."""
     TIED_NORM = "tied_norm"
     """The squared gradient norms of stages that share a weight: what an update of scope `tied` waits for."""
+    STAGE_NORM = "stage_norm"
+    """The squared gradient norms of the weights that each owner of one stage steps: what its update waits for where its norm is its own."""
 
     @property
     def of_tie(self) -> bool:
@@ -32,10 +35,10 @@ class CollectiveKind(StrEnum):
     @property
     def is_norm(self) -> bool:
         """Whether the collective sums norms, which take a few bytes."""
-        return self in {CollectiveKind.NORM, CollectiveKind.TIED_NORM}
+        return self in {CollectiveKind.NORM, CollectiveKind.TIED_NORM, CollectiveKind.STAGE_NORM}
 
     WEIGHTS = "weights"
-    """The weights of one stage, from the owner to its replicas."""
+    """The weights of one stage, from their owners to all its replicas."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +49,8 @@ class Collective:
         stage: Number of the stage; of the tie for sums and norms of a tie; 0 for the norm over all stages.
         part: Number of the bucket, from 1; 0 for undivided gradients.
         num_parts: Number of buckets.
+        owners: Devices that step a part of the stage's weights each, where others pass them on: only these get the sums of gradients, each
+            those of its weights. Empty where each device steps all.
     """
 
     kind: CollectiveKind
@@ -54,6 +59,7 @@ class Collective:
     part: int
     devices: tuple[int, ...]
     num_parts: int = 1
+    owners: tuple[int, ...] = ()
 
     def __str__(self) -> str:
         where = "" if self.kind is CollectiveKind.NORM else f" of {'tie' if self.kind.of_tie else 'stage'} {self.stage}"
@@ -88,7 +94,7 @@ NOT_COMPUTED = frozenset({OpKind.REDUCE, OpKind.PUBLISH})
 _IN_TURN = (
     {CollectiveKind.GRADIENTS, CollectiveKind.WEIGHTS},
     {CollectiveKind.TIED},
-    {CollectiveKind.NORM, CollectiveKind.TIED_NORM},
+    {CollectiveKind.NORM, CollectiveKind.TIED_NORM, CollectiveKind.STAGE_NORM},
 )
 """Order within one update: each group reads the results of the groups before it."""
 
@@ -96,10 +102,11 @@ _IN_TURN = (
 class CollectiveOrder:
     """Where the devices of a valid schedule with its reductions start and await their collectives.
 
-    Sums of replicas start at their G. Published weights start at the P and are awaited by the next Op of the stage. What joins several
-    stages (sums of ties, norms) starts behind a worker's last gradient or G for it, when the sums that it is made of have ended, and is
-    awaited by the first U that needs it. The norm of a tie starts right there: until the tie's sum has ended it would hold up sums of other
-    stages, which may be awaited earlier. So each worker has, for each update: sums of replicas, sums of ties, norms.
+    Sums of replicas start at their G. Published weights start at the P and are awaited by the first Op behind it that reads their version,
+    or by the next U. What joins several stages (sums of ties, norms), and the norm of a stage whose weights have several owners, starts
+    behind a worker's last gradient or G for it, when the sums that it is made of have ended, and is awaited by the first U that needs it.
+    The norm of a tie starts right there: until the tie's sum has ended it would hold up sums of other stages, which may be awaited
+    earlier. So each worker has, for each update: sums of replicas, sums of ties, norms.
     """
 
     def __init__(self, schedule: Schedule, devices: Sequence[Sequence[int]]) -> None:
@@ -124,11 +131,17 @@ class CollectiveOrder:
                     self._join(CollectiveKind.TIED_NORM, number, tie, update)
             if schedule.update_scope is UpdateScope.GLOBAL:
                 self._join(CollectiveKind.NORM, 0, self.joints[0], update)
+                continue
+            for stage in sorted(schedule.published_stages):
+                if schedule.update_scope is UpdateScope.STAGE or stage not in schedule.graph.tie_of:
+                    self._join(CollectiveKind.STAGE_NORM, stage, frozenset((stage,)), update)
 
     def _joints(self) -> list[frozenset[int]]:
         if self.schedule.update_scope is UpdateScope.GLOBAL:
             return [frozenset(range(self.schedule.num_stages))]
-        return [frozenset(tie) for tie in self.schedule.graph.ties]
+        graph = self.schedule.graph
+        alone = (stage for stage in sorted(self.schedule.published_stages) if stage not in graph.tie_of)
+        return [*map(frozenset, graph.ties), *(frozenset((stage,)) for stage in alone)]
 
     def _is_at_hand(self, tie: frozenset[int], update: int) -> bool:
         """Whether each worker that updates one stage of a tie updates all its stages, and so adds their gradients by itself."""
@@ -159,9 +172,18 @@ class CollectiveOrder:
         def after(publication: Op) -> Op | None:
             of_stage = uses[self.schedule.replica(publication)]
             at = bisect.bisect_right(of_stage, self.schedule.places[publication].position, key=itemgetter(0))
-            return of_stage[at][1] if at < len(of_stage) else None
+            return next((op for _, op in itertools.islice(of_stage, at, None) if reads(self.schedule, op) > publication.index), None)
 
         return after
+
+    def _owners(self, op: Op) -> tuple[int, ...]:
+        """Return the devices that step the weights of a G or P, where a P passes them on."""
+        if op.stage not in self.schedule.published_stages:
+            return ()
+        places, first = self.schedule.places, self.schedule.first_pipeline
+        copies = self.schedule.replicas[op.stage]
+        stepping = [copy for copy in copies if Op(OpKind.UPDATE, op.stage, op.index, first[copy]) in places]
+        return self._members(copy.worker for copy in stepping)
 
     def _reductions(self) -> None:
         handed = [(op, place) for op, place in self.schedule.places.items() if op.kind in NOT_COMPUTED]
@@ -170,7 +192,7 @@ class CollectiveOrder:
             kind = CollectiveKind.GRADIENTS if op.kind is OpKind.REDUCE else CollectiveKind.WEIGHTS
             members = self._members(replica.worker for replica in self.schedule.replicas[op.stage])
             num_parts = len(self.schedule.find(op._replace(part=0))) if op.part else 1
-            collective = Collective(kind, op.stage, op.index, op.part, members, num_parts)
+            collective = Collective(kind, op.stage, op.index, op.part, members, num_parts, self._owners(op))
             self.starts.setdefault(op, []).append(Start(collective))
             if op.kind is OpKind.REDUCE:
                 update = op._replace(kind=OpKind.UPDATE, part=0)
@@ -185,14 +207,15 @@ class CollectiveOrder:
                     self._sums.setdefault((place.worker, op.index), []).append((frozenset((op.stage,)), collective))
             elif next_use and (user := next_use(op)) is not None:
                 self.awaits.setdefault(user, []).append(Await(collective))
-            else:
+            elif len(members) > 1:
                 self.at_end.setdefault(place.worker, []).append(Await(collective))
 
     def _join(self, kind: CollectiveKind, number: int, stages: frozenset[int], update: int) -> None:
         schedule, places = self.schedule, self.schedule.places
         # A worker has all collectives of an update where it first updates any of the stages that wait for each other.
         first = self._first_updates(next(joint for joint in self.joints if stages <= joint), update)
-        earlier = self._first_updates(stages, update - 1) if schedule.update_scope is UpdateScope.TIED else {}
+        in_turn = schedule.update_scope is UpdateScope.TIED and kind is not CollectiveKind.STAGE_NORM
+        earlier = self._first_updates(stages, update - 1) if in_turn else {}
         collective = Collective(kind, number, update, 0, self._members(self._first_updates(stages, update)))
         for worker in self._first_updates(stages, update):
             awaits = self.awaits.setdefault(first[worker], [])

@@ -336,10 +336,16 @@ class Schedule:
         return self._gradient_ops.get((replica, update), [])
 
     @cached_property
+    def published_stages(self) -> frozenset[int]:
+        """The stages whose copies step a part of the weights each and pass it on (P)."""
+        return frozenset(op.stage for op in self.places if op.kind is OpKind.PUBLISH)
+
+    @cached_property
     def _version_places(self) -> dict[StageReplica, list[tuple[int, int]]]:
         brought: dict[StageReplica, list[tuple[int, int]]] = {}
         for op, place in self.places.items():
-            if op.kind is OpKind.UPDATE or op.kind is OpKind.PUBLISH:
+            # Of a stage whose copies pass weights on, a version is whole at the P.
+            if op.kind is (OpKind.PUBLISH if op.stage in self.published_stages else OpKind.UPDATE):
                 brought.setdefault(self.replica(op), []).append((place.position, op.index + 1))
         return brought
 
@@ -368,8 +374,9 @@ def dependencies(schedule: Schedule, op: Op) -> list[Op]:
     """
     needed = _RULES[op.kind](schedule, op)
     if not op.kind.per_update and (version := reads(schedule, op)):
-        update = Op(OpKind.UPDATE, op.stage, version - 1, schedule.first_pipeline[schedule.replica(op)])
-        needed = needed + (schedule.find(update) or schedule.find(update._replace(kind=OpKind.PUBLISH)))
+        if op.stage in schedule.published_stages:
+            return needed + _of_copies(schedule, OpKind.PUBLISH, op.stage, version - 1)
+        needed = needed + schedule.find(Op(OpKind.UPDATE, op.stage, version - 1, schedule.first_pipeline[schedule.replica(op)]))
     return needed
 
 
@@ -430,11 +437,13 @@ def _before_update(schedule: Schedule, op: Op) -> list[Op]:
 
 
 def _before_publication(schedule: Schedule, op: Op) -> list[Op]:
-    return [
-        found
-        for replica in schedule.replicas[op.stage]
-        for found in schedule.find(Op(OpKind.UPDATE, op.stage, op.index, schedule.first_pipeline[replica]))
-    ]
+    # It only hands on what its copy has stepped: what waits for the other copies is whoever reads the weights.
+    return schedule.find(op._replace(kind=OpKind.UPDATE))
+
+
+def _of_copies(schedule: Schedule, kind: OpKind, stage: int, index: int) -> list[Op]:
+    pipelines = [schedule.first_pipeline[replica] for replica in schedule.replicas[stage]]
+    return [found for pipeline in pipelines for found in schedule.find(Op(kind, stage, index, pipeline))]
 
 
 _RULES: dict[OpKind, Callable[[Schedule, Op], list[Op]]] = {
@@ -451,11 +460,8 @@ _RULES: dict[OpKind, Callable[[Schedule, Op], list[Op]]] = {
 
 def _gradient_ready(schedule: Schedule, replica: StageReplica, update: int) -> list[Op]:
     """Return the reductions of a copy's gradient for an update, or the last gradient Op of each copy before the pass that adds them."""
-    replicas = schedule.replicas[replica.stage]
-    reductions = [
-        found for replica in replicas for found in schedule.find(Op(OpKind.REDUCE, replica.stage, update, schedule.first_pipeline[replica]))
-    ]
-    return reductions or [found for replica in replicas for found in schedule.gradient_ops(replica, update)[-1:]]
+    reductions = _of_copies(schedule, OpKind.REDUCE, replica.stage, update)
+    return reductions or [found for copy in schedule.replicas[replica.stage] for found in schedule.gradient_ops(copy, update)[-1:]]
 
 
 def _scope(schedule: Schedule, replica: StageReplica) -> Sequence[StageReplica]:

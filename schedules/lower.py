@@ -155,6 +155,11 @@ class Placement:
         devices = itertools.count()
         return cls(tuple(tuple((next(devices), 1 / replicas) for _ in range(replicas)) for _ in range(num_workers)))
 
+    @property
+    def replicated_workers(self) -> frozenset[int]:
+        """The workers that are several devices each."""
+        return frozenset(worker for worker, members in enumerate(self.workers) if len(members) > 1)
+
     def rows(self, worker: int) -> Iterator[tuple[int, Rows]]:
         """Each device of a worker with its range of the rows."""
         members = self.workers[worker]
@@ -170,8 +175,8 @@ def lower(schedule: Schedule, placement: Placement | None = None, *, buckets: Se
     `buckets` are the parts in which the gradients of each stage are summed, 1 by default (`communication.buckets.num_buckets`).
     """
     placement = placement or Placement.even(schedule.num_workers)
-    replicated = {worker for worker, members in enumerate(placement.workers) if len(members) > 1}
-    return _Lowering(add_reductions(schedule, replicated_workers=replicated, buckets=buckets), placement).programs()
+    reduced = add_reductions(schedule, replicated_workers=placement.replicated_workers, buckets=buckets)
+    return _Lowering(reduced, placement).programs()
 
 
 def starts_inside(items: Sequence[Item], position: int, num_microbatches: int) -> list[Start]:

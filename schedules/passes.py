@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
+from operator import itemgetter
 
-from raypipe.schedules.ir import Op, OpKind, Overlap, Schedule, Slot, StageGraph, UpdateScope, ops_of
+from raypipe.schedules.ir import Op, OpKind, Overlap, Schedule, Slot, StageGraph, StageReplica, UpdateScope, ops_of
 from raypipe.schedules.request import ScheduleRequest, StageTimes
 from raypipe.schedules.search.dispatch import TimedPipelines, defer_updates
 
@@ -177,23 +178,77 @@ def recomputed_stages(schedule: Schedule) -> tuple[int, ...]:
     return tuple(sorted({op.stage for op, _ in schedule.ops() if op.kind is OpKind.RECOMPUTE}))
 
 
-def shard_optimizer(schedule: Schedule) -> Schedule:
-    """Return the schedule in which the first copy of each stage is updated and published to the others (P).
+def shard_optimizer(schedule: Schedule, *, replicated_workers: Collection[int] = ()) -> Schedule:
+    """Return the schedule in which the copies of each stage step a part of its weights each (U) and pass it on to the others (P).
 
-    ZeRO stage 1 over the copies of a stage (Rajbhandari et al., SC 2020, arXiv 1910.02054). A worker's own updates come first, so that
-    owners work at the same time, then the publications in the order of the stages, in which all workers meet.
+    ZeRO stage 1 over the copies of a stage (Rajbhandari et al., SC 2020, arXiv 1910.02054), as reduce-scatter, step, all-gather. P comes
+    right behind U. Where several pipelines share workers, a worker's U come first, then its P in the order of the stages, in which all
+    workers meet. Elsewhere, where a rule fixes versions, a U that stands later than the gradients goes back half of the way, so that the
+    weights have as much time as the gradients, which are as many.
+
+    Args:
+        schedule: A schedule without P.
+        replicated_workers: Workers that are several devices each, whose copies count, too.
     """
-    if all(len(replicas) == 1 for replicas in schedule.replicas):
+    sharded = {
+        replica.stage for replicas in schedule.replicas for replica in replicas if len(replicas) > 1 or replica.worker in replicated_workers
+    }
+    if not sharded or schedule.forward_only:
         return schedule
+    if len(schedule.pipelines) == 1:
+        programs = [_published(program, sharded) for program in _halfway(schedule, sharded)]
+        return replace(schedule, programs=tuple(programs))
     schedule = _gathered(schedule)
-    programs: list[tuple[Slot, ...]] = []
+    programs = []
     for program in schedule.programs:
         slots: list[Slot] = []
         for is_update, group in itertools.groupby(program, key=_is_update):
             found = list(group)
-            slots += _owned(schedule, [op for slot in found for op in ops_of(slot)]) if is_update else found
+            slots += _owned([op for slot in found for op in ops_of(slot)], sharded) if is_update else found
         programs.append(tuple(slots))
     return replace(schedule, programs=tuple(programs))
+
+
+def _published(program: Sequence[Slot], sharded: Collection[int]) -> tuple[Slot, ...]:
+    slots: list[Slot] = []
+    for slot in program:
+        slots.append(slot)
+        if isinstance(slot, Op) and _is_update(slot) and slot.stage in sharded:
+            slots.append(slot._replace(kind=OpKind.PUBLISH))
+    return tuple(slots)
+
+
+def _halfway(schedule: Schedule, sharded: Collection[int]) -> Iterator[Sequence[Slot]]:
+    """Yield the programs with each U of some stages halfway to the first Op that reads its version, where a rule fixes versions."""
+    last = late_updates(schedule).places
+    alone = schedule.update_scope is UpdateScope.STAGE
+    for worker, program in enumerate(schedule.programs):
+        time = [0, *itertools.accumulate(sum(_USUAL_TIMES.get(op.kind, 0) for op in ops_of(slot)) for slot in program)]
+        placed: list[tuple[int, bool, Slot]] = []
+        for position, slot in enumerate(program):
+            at = position
+            if isinstance(slot, Op) and _is_update(slot) and slot.stage in sharded and schedule.weight_rule.fixed_version(0) is not None:
+                first, end = position, last[slot].position
+                end += end > position  # It is itself no longer among those before it.
+                # What waits for no other stage may begin as soon as its own gradients are there.
+                if alone and slot.stage not in schedule.graph.tie_of:
+                    gradients = schedule.gradient_ops(StageReplica(worker, slot.stage), slot.index)
+                    first = max((schedule.places[op].position + 1 for op in gradients), default=position)
+                off = [(abs(2 * time[place] - time[first] - time[end]), -place) for place in range(first, end + 1)]
+                at = -min(off)[1]
+            placed.append((at, at == position, slot))
+        placed.sort(key=itemgetter(0, 1))  # What is moved stands before what was at its new place.
+        yield tuple(slot for _, _, slot in placed)
+
+
+_USUAL_TIMES = {
+    OpKind.FORWARD: 1,
+    OpKind.RECOMPUTE: 1,
+    OpKind.BACKWARD: 2,
+    OpKind.INPUT_GRADIENT: 1,
+    OpKind.WEIGHT_GRADIENT: 1,
+}
+"""Times of Ops in relation to each other, as models usually have them."""
 
 
 def _gathered(schedule: Schedule) -> Schedule:
@@ -214,10 +269,9 @@ def _runs_of_updates(program: Sequence[Slot]) -> list[bool]:
     return [is_update for is_update, _ in itertools.groupby(program, key=_is_update) if is_update]
 
 
-def _owned(schedule: Schedule, updates: Sequence[Op]) -> list[Op]:
+def _owned(updates: Sequence[Op], sharded: Collection[int]) -> list[Op]:
     found: list[Op] = []
     for update in sorted({op.index for op in updates}):
-        mine = sorted((op.stage, op) for op in updates if op.index == update)
-        found += [op for stage, op in mine if schedule.replicas[stage][0] == schedule.replica(op)]
-        found += [op._replace(kind=OpKind.PUBLISH) for stage, op in mine if len(schedule.replicas[stage]) > 1]
+        mine = [op for _, op in sorted((op.stage, op) for op in updates if op.index == update)]
+        found += [*mine, *(op._replace(kind=OpKind.PUBLISH) for op in mine if op.stage in sharded)]
     return found

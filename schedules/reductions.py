@@ -69,10 +69,9 @@ def _divided(reduction: Op, buckets: Sequence[int]) -> list[Op]:
 def _joint_stages(schedule: Schedule) -> list[Sequence[int]]:
     """List for each stage the stages that wait with it: their reductions stand before the first U or P of any of these stages."""
     graph, everything = schedule.graph, range(schedule.num_stages)
-    publishes = any(op.kind is OpKind.PUBLISH for op in schedule.places)
-    # Among copies on several workers, those of all stages: a worker that sums a tie in between would be out of order with others.
-    copied = bool(graph.ties) and len(schedule.pipelines) > 1
-    if schedule.update_scope is UpdateScope.GLOBAL or publishes or copied:
+    # Among copies on several workers, those of all stages: a worker that sums a tie or passes weights on in between would be out of order.
+    copied = bool(graph.ties or schedule.published_stages) and len(schedule.pipelines) > 1
+    if schedule.update_scope is UpdateScope.GLOBAL or copied:
         return [everything] * schedule.num_stages
     return [graph.ties[graph.tie_of[stage]] if stage in graph.tie_of else (stage,) for stage in everything]
 

@@ -7,6 +7,9 @@ from dataclasses import dataclass
 from raypipe.errors import ScheduleError
 from raypipe.schedules.ir import OpKind, UpdateScope
 
+MOST_OPS = 100_000_000
+"""Of an order: a forward and a backward of each stage and microbatch. Python takes some hundred bytes for each."""
+
 
 @dataclass(frozen=True)
 class StageTimes:
@@ -70,6 +73,15 @@ class ScheduleRequest:
     branches: tuple[float, ...] = ()
     coupled: bool = False
     split: bool = False
+
+    def require_possible(self) -> None:
+        """Refuse a size whose order no machine holds, before it is built."""
+        stages = self.num_devices * self.num_chunks * max(self.num_pipelines, 1)
+        if (num_ops := 2 * stages * self.num_microbatches * self.num_updates) > MOST_OPS:
+            raise ScheduleError(
+                f"{stages} stages with {self.num_microbatches} microbatches for {self.num_updates} updates are at least {num_ops} Ops; the "
+                f"limit is {MOST_OPS}. Use fewer devices, microbatches or updates per window"
+            )
 
     def require_one_chunk(self, name: str, *, instead: str = "interleaved") -> None:
         """Refuse several stages per worker, naming the schedule that takes them `instead`."""

@@ -132,6 +132,22 @@ def _check_members(schedule: Schedule) -> None:
                 schedule.find(Op(OpKind.UPDATE, op.stage, op.index, schedule.first_pipeline[replica])) for replica in replicas
             ):
                 raise _refuse(schedule, f"{op} publishes what no worker updates; give one of the copies of stage {op.stage} a U", place)
+    _check_publications(schedule)
+
+
+def _check_publications(schedule: Schedule) -> None:
+    """Refuse an Op of a stage between a copy's U and its P, where some weights are those of the next version and some are not."""
+    of_copy: defaultdict[tuple[int, int], list[tuple[int, Op]]] = defaultdict(list)
+    for op, place in schedule.places.items():
+        if op.stage in schedule.published_stages and op.kind is not OpKind.REDUCE:
+            of_copy[schedule.replica(op)].append((place.position, op))
+    for ops in of_copy.values():
+        ops.sort()
+        for (at, op), (_, behind) in itertools.pairwise(ops):
+            publication = op._replace(kind=OpKind.PUBLISH)
+            if op.kind is OpKind.UPDATE and behind != publication:
+                problem = f"{behind} stands behind {op}, which changes some of the stage's weights; put {publication} right behind the U"
+                raise _refuse(schedule, problem, ProgramPlace(schedule.worker(op), at))
 
 
 def _check_microbatch(schedule: Schedule, microbatch: int, stage: int, pipeline: int) -> None:

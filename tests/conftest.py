@@ -22,10 +22,6 @@ settings.load_profile("raypipe")
 # it is imported, also in the processes that tests start; calling torch here would load it for the tests of the pure half.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-# Torch's store asks for the name of each address that it connects to. Where the machine's DNS loses an answer, that takes five seconds
-# otherwise; glibc reads this before its first question.
-os.environ.setdefault("RES_OPTIONS", "timeout:1")
-
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:

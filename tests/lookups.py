@@ -15,6 +15,7 @@ from raypipe.actors.local import LocalPipeline
 from raypipe.artifacts.cut import Cut
 from raypipe.config import Precision
 from raypipe.model import Model
+from raypipe.models.gpt import gpt
 from raypipe.models.ngram_gpt import ngram_gpt
 from raypipe.schedules.catalogue import build
 from raypipe.schedules.collectives import Collective, CollectiveKind
@@ -39,6 +40,10 @@ COPIES = [
 
 def table_gpt(*, dtype: str = "float32") -> Model:
     return ngram_gpt(num_layers=1, d_model=12, num_heads=2, sequence_length=16, table_rows=1009, dtype=dtype)
+
+
+def tied_gpt() -> Model:
+    return gpt(num_layers=1, d_model=12, num_heads=2, sequence_length=16, tie_embeddings=True)
 
 
 def dense(model: Model) -> Model:

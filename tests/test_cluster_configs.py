@@ -24,7 +24,7 @@ from raypipe.artifacts.topology import ClusterTopology
 from raypipe.cli import main
 from raypipe.cluster.node_matching import is_gpu
 from raypipe.cluster.slots import NODE_LABEL
-from raypipe.config import TrainConfig
+from raypipe.config import RunConfig, TrainConfig
 from raypipe.planning.balance import balanced_cut
 from raypipe.schedules import catalogue
 from raypipe.schedules.request import ScheduleRequest
@@ -55,7 +55,7 @@ def test_all_files_are_known_to_the_readme_and_to_these_tests() -> None:
     readme = (CONFIGS / "README.md").read_text()
     files = {str(path.relative_to(CONFIGS)) for path in CONFIGS.rglob("*") if path.is_file()} - {"README.md"}
     assert {name for name in files if f"`{name}`" not in readme} == set()
-    expected = {f"{name}.yaml" for name in NAMES} | {f"ray/{name}.yaml" for name in LAUNCHED} | {"kuberay/Dockerfile"}
+    expected = {f"{name}.yaml" for name in NAMES} | {f"ray/{name}.yaml" for name in LAUNCHED} | {"kuberay/Dockerfile", "grafana.json"}
     assert files == expected | {f"kuberay/{name}.{kind}.yaml" for name in NAMES for kind in ("cluster", "job")}
 
 
@@ -112,7 +112,8 @@ def train_config(command: str) -> TrainConfig:
     """The configuration of the one `raypipe train FILE --set KEY=VALUE ...` that a shell command holds."""
     found = re.findall(r"raypipe train ([^'&;]*)", command)
     assert len(found) == 1, command
-    path, *options = shlex.split(found[0])
+    path, resume, auto, *options = shlex.split(found[0])
+    assert (resume, auto) == ("--resume", "auto"), "the same command starts and goes on"
     assert options[0::2] == ["--set"] * (len(options) // 2)
     return TrainConfig.load(ROOT / path, overrides=options[1::2])
 
@@ -159,6 +160,8 @@ def test_a_launcher_file_starts_ray_with_options_that_it_has(name: str) -> None:
     commands = content["head_start_ray_commands"] + content["worker_start_ray_commands"]
     starts = [command.split("ray start")[1] for command in commands if "ray start" in command]
     assert starts
+    # Where the supervisors of jobs get their environment from.
+    assert all("export RAY_JOB_STOP_WAIT_TIME_S=60;" in command for command in content["head_start_ray_commands"] if "ray start" in command)
     for start in starts:
         options = shlex.split(start)
         assert {option.split("=")[0] for option in options} <= known
@@ -197,6 +200,14 @@ def test_the_command_at_the_top_of_a_launcher_file_trains_on_all_devices(name: s
         assert f"ray {verb} cluster_configs/ray/{name}.yaml" in text
 
 
+@pytest.mark.parametrize("name", LAUNCHED)
+def test_a_launcher_file_gives_all_nodes_the_token_of_ray(name: str) -> None:
+    content = launcher(name)
+    assert content["file_mounts"]["~/.ray/auth_token"] == "~/.ray/auth_token"
+    assert any("export RAY_AUTH_MODE=token" in command for command in content["setup_commands"])
+    assert "ray get-auth-token --generate" in opening(CONFIGS / "ray" / f"{name}.yaml")
+
+
 # KubeRay.
 
 
@@ -222,6 +233,7 @@ def check_cluster(name: str, text: str) -> None:
     cluster = yaml.safe_load(text)
     assert (cluster["apiVersion"], cluster["kind"]) == ("ray.io/v1", "RayCluster")
     assert cluster["metadata"]["name"] == name.replace("_", "-")
+    assert cluster["spec"]["authOptions"] == {"mode": "token"}
     for node, group, node_type in zip(topology(name).nodes, groups_of(cluster), node_types(cluster), strict=True):
         gpus = num_gpus(name)[node.name]
         resources = node_type["resources"]
@@ -239,6 +251,8 @@ def check_cluster(name: str, text: str) -> None:
         pod = group["template"]["spec"]
         (container,) = pod["containers"]
         assert container["resources"]["requests"] == container["resources"]["limits"]
+        wait = {variable["name"]: variable["value"] for variable in container["env"]}["RAY_JOB_STOP_WAIT_TIME_S"]
+        assert int(wait) > RunConfig().grace_s, "`ray job stop` leaves time to save"
         assert {mount["name"] for mount in container["volumeMounts"]} == {volume["name"] for volume in pod["volumes"]}
         assert ray_config(name).run.storage_path in {mount["mountPath"] for mount in container["volumeMounts"]}
 

@@ -13,7 +13,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from raypipe.actors.stage.checkpoint import Checkpoint, CheckpointIndex, layer_file
+from raypipe.actors.stage.checkpoint import Checkpoint
+from raypipe.artifacts.checkpoint_files import CheckpointIndex, layer_file
 from raypipe.cli import main
 from raypipe.config import DataConfig, ModelConfig, RunConfig, TrainConfig
 from raypipe.data.fields import FieldDataset, Rows, write_rows
@@ -85,7 +86,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Folder:
         )
         checkpoint = run.new_checkpoint(1)
         for index, (name, module) in enumerate(build(model, seed=7).items()):
-            save_file(module.state_dict(), checkpoint / layer_file(index, name))
+            save_file(module.state_dict(), Path(checkpoint.path) / layer_file(index, name))
         Checkpoint.finish(checkpoint, CheckpointIndex(update=1, layers=tuple(build(model)), model=function, seed=0))
         return run.path, model, FieldDataset(tmp_path / "rows.parquet", seed=0, split="test")
 

@@ -21,7 +21,7 @@ from raypipe.actors.execution.computation import Computation, Mailbox, WindowLos
 from raypipe.actors.execution.faults import FaultScript
 from raypipe.actors.execution.report import WindowReport
 from raypipe.actors.execution.steps import AwaitStep, BoundOp, BoundProgram, ComputeStep, ReceiveStep, StartStep, Step, TimedStep
-from raypipe.actors.execution.updates import LearningRate, Updates
+from raypipe.actors.execution.updates import LearningRate, Updates, divide_weights
 from raypipe.actors.execution.warm_up import warm_up
 from raypipe.actors.stage.backward import disable_buffer_donation
 from raypipe.actors.stage.gradient_flow import EdgeSpecs
@@ -158,6 +158,7 @@ class Executor:
         if key not in self._bound:
             # With the program, so that no other one gets its id.
             self._bound[key] = (program, bind(program, self.weights, self.edges, num_rows, branches=self.branches))
+            divide_weights(program, self.weights, self.transport)
         return self._bound[key][1]
 
     def warm_up(self, batch: Batch) -> None:

@@ -26,13 +26,17 @@ class ScriptedFault(RuntimeError):  # noqa: N818  # not an error of raypipe
 
 @dataclass(frozen=True)
 class Fault:
-    """One fault on a device, before the Op with text `op`, in window `window` of its program."""
+    """One fault on a device, before the Op with text `op`, in window `window` of its program.
+
+    Without `repeats` it strikes once; otherwise also after each recovery of the run.
+    """
 
     device: int
     op: str
     kind: FaultKind
     window: int = 0
     hang_s: float = 3600.0
+    repeats: bool = False
 
 
 @dataclass(frozen=True)
@@ -41,9 +45,22 @@ class FaultScript:
 
     faults: tuple[Fault, ...] = ()
 
-    def fail_at(self, *, device: int, op: str, kind: FaultKind = FaultKind.RAISE, window: int = 0, hang_s: float = 3600.0) -> FaultScript:
+    def fail_at(
+        self,
+        *,
+        device: int,
+        op: str,
+        kind: FaultKind = FaultKind.RAISE,
+        window: int = 0,
+        hang_s: float = 3600.0,
+        repeats: bool = False,
+    ) -> FaultScript:
         """Return the script with one more fault."""
-        return replace(self, faults=(*self.faults, Fault(device, op, kind, window, hang_s)))
+        return replace(self, faults=(*self.faults, Fault(device, op, kind, window, hang_s, repeats)))
+
+    def after(self, window: int) -> FaultScript:
+        """Return what is left once a window has failed."""
+        return replace(self, faults=tuple(fault for fault in self.faults if fault.repeats or fault.window > window))
 
     def strike(self, *, device: int, op: str, window: int) -> None:
         """Inject the faults before this Op; one of kind `raise` raises `ScriptedFault`."""

@@ -12,14 +12,23 @@ from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from queue import SimpleQueue
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from raypipe.actors.execution.steps import StartStep
 from raypipe.actors.transport.protocol import Pending, Places, Transport
+from raypipe.communication.shards import Segment
 from raypipe.schedules.collectives import Collective
+
+
+class Share(NamedTuple):
+    """A device's part of a collective, as `Transport.start` takes it."""
+
+    tensor: Tensor
+    places: Places | None = None
+    segments: tuple[Segment, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -27,7 +36,7 @@ class _Held:
     """A start that a thread makes. `needed` are the collectives behind which it does; `share` is not made of their sums if given."""
 
     step: StartStep
-    share: tuple[Tensor, Places | None] | None
+    share: Share | None
     needed: tuple[tuple[Collective, Pending | Future[Pending], Future[_Ended]], ...]
     started: Future[Pending]
     mark: Any
@@ -42,7 +51,7 @@ class _Ended:
 class Starter:
     """The collectives under way on one device.
 
-    `share` makes this device's part of a collective, with its places (`Transport.start`); `put` brings a sum where it is needed. On a GPU
+    `share` makes this device's part of a collective; `put` brings a sum where it is needed. On a GPU
     both may run on a stream of their own.
     """
 
@@ -50,7 +59,7 @@ class Starter:
         self,
         transport: Transport,
         *,
-        share: Callable[[Collective], tuple[Tensor, Places | None]],
+        share: Callable[[Collective], Share],
         put: Callable[[Collective, Tensor], None],
         on: torch.device,
         at_rest: Callable[[], AbstractContextManager[object]],
@@ -71,7 +80,7 @@ class Starter:
         """Start a collective with this device's share, now or as soon as may be; return at once."""
         collective = step.collective
         if not step.after and (self._last is None or self._last.done()):
-            self.pending[collective] = self._begin(step, *self._share(collective))
+            self.pending[collective] = self._begin(step, self._share(collective))
             return
         share = None if step.after else self._share(collective)
         needed = tuple((each, self.pending[each], self._endings.setdefault(each, Future())) for each in step.after)
@@ -100,8 +109,8 @@ class Starter:
         if self._thread is not None:
             self._held.put(None)
 
-    def _begin(self, step: StartStep, tensor: Tensor, places: Places | None) -> Pending:
-        return self._transport.start(step.collective, tensor, deadline=step.deadline, places=places)
+    def _begin(self, step: StartStep, share: Share) -> Pending:
+        return self._transport.start(step.collective, share.tensor, deadline=step.deadline, places=share.places, segments=share.segments)
 
     def _end(self, collective: Collective, pending: Pending) -> int:
         total = pending.wait()
@@ -124,7 +133,7 @@ class Starter:
                     started = pending.result() if isinstance(pending, Future) else pending
                     ending.set_result(_Ended(self._end(collective, started), self._mark()))
             share = self._share(held.step.collective) if held.share is None else held.share
-            held.started.set_result(self._begin(held.step, *share))
+            held.started.set_result(self._begin(held.step, share))
         except BaseException as error:  # raised by who awaits it
             futures: list[Future[Any]] = [*(ending for _, _, ending in held.needed), held.started]
             for future in futures:

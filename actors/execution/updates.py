@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 
 from raypipe.actors.execution.batches import BatchSource
-from raypipe.actors.execution.starter import Starter
+from raypipe.actors.execution.starter import Share, Starter
 from raypipe.actors.execution.steps import BoundOp, StartStep
 from raypipe.actors.stage.gradients import Bucket
 from raypipe.actors.stage.weights import Weights
-from raypipe.actors.transport.protocol import Places, Transport
+from raypipe.actors.transport.protocol import Transport
 from raypipe.model import Batch
-from raypipe.schedules.collectives import Collective, CollectiveKind
+from raypipe.schedules.collectives import Await, Collective, CollectiveKind, Start
 from raypipe.schedules.ir import Op, UpdateScope
 from raypipe.schedules.lower import DeviceProgram
 
@@ -39,6 +39,16 @@ def root(square: Tensor) -> Number:
 
 def _hypot(one: Number, other: Number) -> Number:
     return torch.hypot(one, other) if isinstance(one, Tensor) and isinstance(other, Tensor) else math.hypot(one, other)
+
+
+def divide_weights(program: DeviceProgram, weights: Mapping[int, Weights], transport: Transport) -> None:
+    """Let copies of stages step a part of the weights each, where a program has them pass weights on. Between windows only."""
+    started = [item.collective for item in program.items if isinstance(item, Start)]
+    num_buckets = {each.stage: each.num_parts for each in started if each.kind is CollectiveKind.GRADIENTS}
+    for stage, members, owners in {(each.stage, each.devices, each.owners) for each in started if each.kind is CollectiveKind.WEIGHTS}:
+        order = [position for position in transport.slice_owners(members) if members[position] in owners]
+        copy = members.index(program.device)
+        weights[stage].divide(order, copy=copy, num_copies=len(members), num_buckets=num_buckets[stage])
 
 
 class Updates:
@@ -68,10 +78,12 @@ class Updates:
         self._learning_rate = learning_rate
         self._max_grad_norm = max_grad_norm
         self.under_way = Starter(transport, share=self._share_in_place, put=self._put, on=on, at_rest=at_rest)
+        self._awaited = {item.collective: position for position, item in enumerate(program.items) if isinstance(item, Await)}
         self.shared: dict[tuple[int, int], Tensor] = {}
         """By stage and update, the summed gradients of the weights that the stage shares with others."""
         self._norms: dict[int, Number] = {}
         self._tied_norms: dict[tuple[int, int], Number] = {}
+        self._stage_norms: dict[tuple[int, int], Number] = {}
 
     def norms(self) -> dict[int, float]:
         """Return the gradient norm of each update, as far as this device knows it."""
@@ -117,11 +129,16 @@ class Updates:
         """Start nothing more."""
         self.under_way.close()
 
-    def _share_in_place(self, collective: Collective) -> tuple[Tensor, Places | None]:
-        share, places = self._share(collective), None
-        if collective.kind is CollectiveKind.GRADIENTS:
-            places = self._weights[collective.stage].gradients.places(collective.update, _bucket(collective))
-        return share, places
+    def _share_in_place(self, collective: Collective) -> Share:
+        tensor = self._share(collective)
+        if collective.kind not in {CollectiveKind.GRADIENTS, CollectiveKind.WEIGHTS}:
+            return Share(tensor)
+        weights, bucket = self._weights[collective.stage], _bucket(collective)
+        shards = weights.shards if collective.owners else None
+        if collective.kind is CollectiveKind.WEIGHTS:
+            return Share(tensor, segments=shards.of_weights if shards else ())
+        segments = shards.of_gradients(weights.gradients.members(bucket)) if shards else ()
+        return Share(tensor, weights.gradients.places(collective.update, bucket), segments)
 
     def _put(self, collective: Collective, total: Tensor) -> None:
         weights, stage, update = self._weights, collective.stage, collective.update
@@ -133,10 +150,13 @@ class Updates:
             case CollectiveKind.TIED:
                 self._set_shared(stage, update, total)
             case CollectiveKind.GRADIENTS:
-                weights[stage].gradients.set_flat(update, total, _bucket(collective))
+                shards = weights[stage].shards if collective.owners else None
+                weights[stage].gradients.set_flat(update, total, _bucket(collective), kept=shards.stepped if shards else None)
+            case CollectiveKind.STAGE_NORM:
+                self._stage_norms[stage, update] = root(total.reshape(()))
             case CollectiveKind.WEIGHTS:
-                if weights[stage].versions.newest <= update:
-                    weights[stage].receive(update, total)
+                keep_old = self._program.last_reads.get((stage, update), -1) > self._awaited[collective]
+                weights[stage].receive(update, total, keep_old=keep_old)
 
     def _share(self, collective: Collective) -> Tensor:
         stage, update, primary = collective.stage, collective.update, self._program.primary_stages
@@ -149,10 +169,10 @@ class Updates:
                 return self._local_shared(stage, update, primary)
             case CollectiveKind.GRADIENTS:
                 return self._weights[stage].flat_gradients(update, self._microbatches(update), _bucket(collective))
+            case CollectiveKind.STAGE_NORM:
+                return self._weights[stage].squared_norm(update).reshape(1)  # a weight that stages share has a norm of its own
             case CollectiveKind.WEIGHTS:
-                # The owner has made the new version; the others, and all but one of an owner's devices, add nothing, so that the sum is it.
-                weights = self._weights[stage]
-                return weights.flat() if weights.versions.newest > update and stage in primary else torch.zeros_like(weights.flat())
+                return self._weights[stage].flat()
 
     def _microbatches(self, update: int) -> Iterator[Batch]:
         """Yield the rows of all microbatches of an update, whichever copies of a stage they pass."""
@@ -177,10 +197,12 @@ class Updates:
             if op.index not in self._norms:  # no other device: there was no collective
                 self._norms[op.index] = root(self._local_squared_norm(op.index, self._weights))
             return self._norms[op.index]
-        if op.stage in self._program.primary_stages:
+        if op.stage in self._program.primary_stages or self._weights[op.stage].shards is not None:
             of_stage = root(self._local_squared_norm(op.index, (op.stage,)))
             self._norms[op.index] = _hypot(self._norms[op.index], of_stage) if op.index in self._norms else of_stage
         tie = self._program.graph.tie_of.get(op.stage)
+        if (op.stage, op.index) in self._stage_norms:
+            return self._stage_norms[op.stage, op.index]
         if scope is UpdateScope.STAGE or tie is None:
             return root(self._weights[op.stage].squared_norm(op.index))
         if (tie, op.index) not in self._tied_norms:
@@ -188,12 +210,13 @@ class Updates:
         return self._tied_norms[tie, op.index]
 
     def _local_squared_norm(self, update: int, stages: Collection[int]) -> Tensor:
-        """Sum over stages of this device; shared weights count with the first stage of their tie."""
+        """Sum over stages of this device; shared weights count with the first stage of their tie, others with who steps them."""
         parts = [torch.zeros((), dtype=torch.float64, device=self._on)]
-        tie_of = self._program.graph.tie_of
-        for stage in self._program.primary_stages.intersection(stages):
-            parts.append(self._weights[stage].squared_norm(update))
-            if stage in tie_of and stage == self._ties[tie_of[stage]][0]:
+        tie_of, primary = self._program.graph.tie_of, self._program.primary_stages
+        for stage in sorted(stages):
+            if stage in primary or (stage in self._weights and self._weights[stage].shards is not None):
+                parts.append(self._weights[stage].squared_norm(update))
+            if stage in primary and stage in tie_of and stage == self._ties[tie_of[stage]][0]:
                 shared = self._shared(stage, update)
                 assert shared is not None, "it is tied"
                 parts.append(self._weights[stage].shared.squared_norm(shared))

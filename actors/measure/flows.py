@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
+from raypipe.actors.transport.secret import StoreAddress
 from raypipe.network.clocks import Exchange
 from raypipe.network.fit import RoundTrip
 
@@ -76,7 +77,7 @@ class FlowConnection:
     Attributes:
         names: Names of source and target, for messages.
         shared: Whether their messages go through shared memory; else they go over TCP, or NCCL between GPUs.
-        store: Host and port of the store through which the devices find each other.
+        store: Where the devices find each other.
         prefix: Text unique to this flow and attempt.
         timeout_s: Limit for every wait once connected.
     """
@@ -85,7 +86,7 @@ class FlowConnection:
     target: int
     names: tuple[str, str]
     shared: bool
-    store: tuple[str, int]
+    store: StoreAddress
     prefix: str
     connect_timeout_s: float
     timeout_s: float

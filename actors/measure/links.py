@@ -32,6 +32,18 @@ class Links:
         """Connect flows, except connected ones, at the same time; raise `TransportError` if a device does not come."""
         _at_once([partial(self._connect, connection, host_ip) for connection in connections])
 
+    def reach(self, connections: Sequence[FlowConnection], *, host_ip: str) -> list[tuple[int, int]]:
+        """Connect as `connect` does; return source and target of the flows whose devices do not reach each other."""
+        reached = _at_once([partial(self._reaches, connection, host_ip) for connection in connections])
+        return [(connection.source, connection.target) for connection, is_there in zip(connections, reached, strict=True) if not is_there]
+
+    def _reaches(self, connection: FlowConnection, host_ip: str) -> bool:
+        try:
+            self._connect(connection, host_ip)
+        except TransportError:
+            return False
+        return True
+
     def _connect(self, connection: FlowConnection, host_ip: str) -> None:
         ends = (connection.source, connection.target)
         if ends in self._transports:

@@ -1,107 +1,124 @@
-"""Checkpoints: a folder with one file per layer, so that any cut of the model can load what any other saved.
-
-checkpoint/update-000200/
-checkpoint.json              `raypipe.checkpoint/1`; written last: a folder without it is never read
-layer-0000-embedding.safetensors
-"""
+"""Checkpoints: reads what `snapshot` wrote, with any cut of the model; the files are those of `raypipe.artifacts.checkpoint_files`."""
 
 from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
 
+import safetensors.torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from raypipe.actors.stage.layers import build_layer
-from raypipe.actors.stage.state import OPTIMIZER, export_layers, import_layers, without_aliases
+from raypipe.actors.stage.state import OPTIMIZER, import_layers, without_aliases
+from raypipe.actors.stage.tensor_file import check_tensors
 from raypipe.actors.stage.ties import tie_layers
 from raypipe.actors.stage.weights import Weights
 from raypipe.artifacts import codec
-from raypipe.artifacts.record import record
+from raypipe.artifacts.checkpoint_files import FORMAT, INDEX, CheckpointIndex, finished_folders, layer_file
+from raypipe.artifacts.storage import Storage
 from raypipe.errors import FormatError
 from raypipe.model import Model
 
-FORMAT = "raypipe.checkpoint/1"
-_INDEX = "checkpoint.json"
+_NUM_CHECKING_THREADS = 4
 _LOG = logging.getLogger("raypipe.checkpoint")
-
-
-@record()
-class CheckpointIndex:
-    """Updates done, names of the layers in order, the model function's name, the run's seed."""
-
-    update: int
-    layers: tuple[str, ...]
-    model: str
-    seed: int
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A finished checkpoint."""
+    """A finished checkpoint; `path` is its folder or URI, `storage` the same where it is at hand."""
 
     path: str
     index: CheckpointIndex
+    storage: Storage | None = field(default=None, compare=False, repr=False)
+
+    @property
+    def folder(self) -> Storage:
+        """The folder of its files."""
+        return self.storage or Storage.at(self.path)
 
     @classmethod
-    def open(cls, path: str | os.PathLike[str]) -> Checkpoint:
-        """Return the checkpoint in a folder.
+    def open(cls, path: str | os.PathLike[str] | Storage) -> Checkpoint:
+        """Return the checkpoint in a folder, by its index alone; `check` reads the rest.
 
         Raises:
-            FormatError: There is none, or it cannot be read.
+            FormatError: There is none, or its index cannot be read or was altered.
         """
-        return cls(os.fspath(path), codec.load_json(CheckpointIndex, Path(path) / _INDEX, format_name=FORMAT))
+        folder = _storage(path)
+        name = f"{folder.name}/{INDEX}"
+        try:
+            text = folder.read(INDEX).decode()
+        except FileNotFoundError:
+            raise FormatError(name, "", "there is no such file; check the path") from None
+        except (OSError, UnicodeDecodeError) as error:
+            raise FormatError(name, "", f"cannot be read ({error}); remove the folder of this checkpoint") from None
+        index = codec.from_json(CheckpointIndex, text, path=name, format_name=FORMAT)
+        if index.digest != (index.sealed().digest if index.files or index.digest else ""):
+            raise FormatError(name, "digest", "this file was altered since it was written; remove the folder of this checkpoint")
+        return cls(folder.name, index, folder)
 
     @classmethod
-    def latest(cls, folder: str | os.PathLike[str]) -> Checkpoint | None:
-        """Return the readable checkpoint with the most updates in a run's folder, if it has any.
+    def latest(cls, folder: str | os.PathLike[str] | Storage, *, notice: Callable[[str], None] = _LOG.warning) -> Checkpoint | None:
+        """Return the checkpoint with the most updates in a run's folder all of whose files are as they were written, if it has any.
+
+        Each newer one is told to `notice`, with what is wrong with it. Every byte of the checkpoint is read.
 
         Raises:
-            FormatError: None can be read.
+            FormatError: None is whole: says what is wrong with the newest.
         """
+        problems: list[tuple[str, FormatError]] = []
         checkpoints: list[Checkpoint] = []
-        problem: FormatError | None = None
-        for file in Path(folder).glob(f"checkpoints/*/{_INDEX}"):
+        for candidate in finished_folders(_storage(folder)):
             try:
-                checkpoints.append(cls.open(file.parent))
+                checkpoints.append(cls.open(candidate))
             except FormatError as error:
-                problem = error
-        for checkpoint in sorted(checkpoints, key=lambda checkpoint: checkpoint.index.update, reverse=True):
+                problems.append((candidate.name, error))
+        for checkpoint in sorted(checkpoints, key=lambda one: (one.index.update, one.path), reverse=True):
             try:
-                checkpoint._check()
+                checkpoint.check()
             except FormatError as error:
-                _LOG.warning("%s is left out: %s", checkpoint.path, error)
-                problem = error
+                problems.append((checkpoint.path, error))
             else:
+                for path, problem in problems:
+                    notice(f"{path} is left out: {problem}")
                 return checkpoint
-        if problem is not None:
-            raise problem
+        if problems:
+            raise max(problems, key=lambda problem: problem[0])[1]
         return None
 
-    def _check(self) -> None:
-        # Full disks and power cuts truncate files; this node may not see all.
-        for index, name in enumerate(self.index.layers):
-            path = Path(self.path) / layer_file(index, name)
-            if path.is_file():
-                try:
-                    with safe_open(path, framework="pt"):
-                        pass
-                except (SafetensorError, OSError) as error:
-                    raise _damaged(path, error) from None
-
     @classmethod
-    def finish(cls, path: str | os.PathLike[str], index: CheckpointIndex) -> Checkpoint:
-        """Make a folder with the files of all layers a finished checkpoint."""
-        file = Path(path) / _INDEX
-        partial = file.with_suffix(".partial")
-        codec.save_json(index, partial, format_name=FORMAT)
-        partial.rename(file)
-        return cls(os.fspath(path), index)
+    def finish(cls, path: str | os.PathLike[str] | Storage, index: CheckpointIndex) -> Checkpoint:
+        """Make a folder with the files of all layers a finished checkpoint; raises `OSError`."""
+        folder = _storage(path)
+        sealed = index.sealed() if index.files else index
+        folder.sync()
+        folder.write(INDEX, codec.to_json(sealed, format_name=FORMAT).encode())
+        folder.sync()
+        return cls(folder.name, sealed, folder)
+
+    def check(self) -> None:
+        """Read all files of the checkpoint, several at a time.
+
+        Raises:
+            FormatError: A file is missing or was altered: names it, and the tensor.
+        """
+        folder, names = self.folder, [layer_file(index, name) for index, name in enumerate(self.index.layers)]
+        remedy = "remove the folder of this checkpoint"
+        if not self.index.files:  # one of before checksums
+            for name in names:
+                _check_readable(folder, name)
+            return
+        if missing := sorted(set(names) ^ self.index.files.keys()):
+            raise FormatError(f"{self.path}/{INDEX}", "files", f"expected one for each layer, got others ({missing[0]}); {remedy}")
+        with ThreadPoolExecutor(_NUM_CHECKING_THREADS) as threads:
+            try:
+                list(threads.map(lambda name: check_tensors(folder, name, self.index.files[name]), names))
+            except FormatError as error:
+                raise FormatError(error.path, error.where, f"{error.problem}; {remedy}") from None
 
     def load_layer(self, layer: int) -> dict[str, Tensor]:
         """Return the state of one layer, named as in `raypipe.actors.stage.state`.
@@ -109,7 +126,7 @@ class Checkpoint:
         Raises:
             FormatError: The file is missing or damaged.
         """
-        return _load_layer(self.path, layer, self.index.layers[layer])
+        return _load_layer(self.folder, layer, self.index.layers[layer])
 
 
 def load_modules(checkpoint: Checkpoint, model: Model) -> list[nn.Module]:
@@ -123,7 +140,7 @@ def load_modules(checkpoint: Checkpoint, model: Model) -> list[nn.Module]:
     state = without_aliases(nn.ModuleList(modules))
     for index, (layer, module) in enumerate(zip(model.layers, modules, strict=True)):
         weights = {name: tensor for name, tensor in checkpoint.load_layer(index).items() if not name.startswith(OPTIMIZER)}
-        file = str(Path(checkpoint.path) / layer_file(index, layer.name))
+        file = f"{checkpoint.path}/{layer_file(index, layer.name)}"
         expected = {name.partition(".")[2]: tensor for name, tensor in state.items() if name.partition(".")[0] == str(index)}
         if {name: tensor.shape for name, tensor in expected.items()} != {name: tensor.shape for name, tensor in weights.items()}:
             raise FormatError(file, "", f"is of another model: it has {sorted(weights)}, the layer {sorted(expected)}")
@@ -131,60 +148,57 @@ def load_modules(checkpoint: Checkpoint, model: Model) -> list[nn.Module]:
     return modules
 
 
-def save_stage(folder: str | os.PathLike[str], weights: Weights) -> list[str]:
-    """Write the state of each layer of a stage; return the names of the files."""
-    names: list[str] = []
-    for index, tensors in export_layers(weights).items():
-        name = layer_file(index, weights.module.names[index])
-        partial = Path(folder) / f"{name}.partial"
-        save_file(_in_separate_memory(tensors), partial, metadata={"layer": str(index)})
-        partial.rename(Path(folder) / name)
-        names.append(name)
-    return names
-
-
-def _in_separate_memory(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    separate: dict[str, Tensor] = {}
-    memory: set[int] = set()
-    for name, tensor in tensors.items():
-        whole = tensor.contiguous()  # safetensors takes no views, and no two tensors in the same memory
-        separate[name] = whole.clone() if whole.untyped_storage().data_ptr() in memory else whole
-        memory.add(whole.untyped_storage().data_ptr())
-    return separate
-
-
-def load_stage(folder: str | os.PathLike[str], weights: Weights) -> None:
-    """Load the layers of a stage, and its tied weights from other layers' files.
+def load_stages(folder: str | os.PathLike[str] | Storage, stages: Iterable[Weights]) -> None:
+    """Load the layers of stages, and their tied weights from other layers' files.
 
     Raises:
         FormatError: A file is missing, damaged or of another model.
         ConfigError: A tensor is missing, unknown or of another shape.
     """
+    storage = _storage(folder)
+    for weights in stages:
+        module = weights.module
+        states = {index: _load_layer(storage, index, module.names[index]) for index in module.needed_layers}
+        _check_borrowed(storage, weights, states)
+        import_layers(weights, states)
+
+
+def _check_borrowed(folder: Storage, weights: Weights, states: Mapping[int, Mapping[str, Tensor]]) -> None:
     module = weights.module
-    states = {index: _load_layer(folder, index, module.names[index]) for index in module.needed_layers}
     for parameter, stored in module.borrowed.items():
         _, index, name = parameter.split(".", 2)
         if name in states[int(index)]:
-            path = Path(folder) / layer_file(int(index), module.names[int(index)])
+            path = f"{folder.name}/{layer_file(int(index), module.names[int(index)])}"
             owner = module.names[stored.layer]
-            raise FormatError(str(path), "", f"is of another model: it has {name!r}, which in this one is tied to a weight of {owner!r}")
-    import_layers(weights, states)
+            raise FormatError(path, "", f"is of another model: it has {name!r}, which in this one is tied to a weight of {owner!r}")
 
 
-def layer_file(index: int, name: str) -> str:
-    """Return the name of a layer's file."""
-    return f"layer-{index:04d}-{name}.safetensors"
+def _storage(folder: str | os.PathLike[str] | Storage) -> Storage:
+    return folder if isinstance(folder, Storage) else Storage.at(folder)
 
 
-def _load_layer(folder: str | os.PathLike[str], index: int, name: str) -> dict[str, Tensor]:
-    path = Path(folder) / layer_file(index, name)
-    if not path.is_file():
-        raise FormatError(str(path), "", f"the checkpoint has no layer {index} {name!r}; was it made by another model?")
+def _load_layer(folder: Storage, index: int, name: str) -> dict[str, Tensor]:
+    file = layer_file(index, name)
+    path = f"{folder.name}/{file}"
     try:
-        return load_file(path)
+        if folder.size(file) is None:
+            raise FormatError(path, "", f"the checkpoint has no layer {index} {name!r}; was it made by another model?")
+        loaded: dict[str, Tensor] = safetensors.torch.load_file(path) if folder.is_local else safetensors.torch.load(folder.read(file))
     except (SafetensorError, OSError) as error:
         raise _damaged(path, error) from None
+    return loaded
 
 
-def _damaged(path: Path, error: Exception) -> FormatError:
-    return FormatError(str(path), "", f"cannot be read as safetensors ({error}); remove the folder of this checkpoint")
+def _check_readable(folder: Storage, name: str) -> None:
+    # Full disks and power cuts truncate files.
+    if folder.is_local and folder.size(name) is not None:
+        try:
+            opened: Any = safe_open(f"{folder.path}/{name}", framework="pt")
+            with opened:
+                pass
+        except (SafetensorError, OSError) as error:
+            raise _damaged(f"{folder.name}/{name}", error) from None
+
+
+def _damaged(path: str, error: Exception) -> FormatError:
+    return FormatError(path, "", f"cannot be read as safetensors ({error}); remove the folder of this checkpoint")

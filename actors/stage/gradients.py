@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -242,14 +242,14 @@ class GradientBuffers:
         """Return where the numbers of an update's vector stand in that of all rows; `None` where it has all."""
         return self._exchanges[update, bucket[0]].places
 
-    def set_flat(self, update: int, vector: Tensor, bucket: Bucket = WHOLE) -> None:
-        """Replace gradients of an update by a sum of replicas' vectors."""
+    def set_flat(self, update: int, vector: Tensor, bucket: Bucket = WHOLE, *, kept: Collection[int] | None = None) -> None:
+        """Replace gradients of an update by a sum of replicas' vectors; keep only some where others are another copy's."""
         gradients, exchange = self.of(update), self._exchanges.pop((update, bucket[0]))
         members = exchange.members
         present = exchange.layout.present(vector, [gradients[at] is not None for at in members])
         for place, (at, part, has) in enumerate(zip(members, exchange.layout.unpack(vector), present, strict=True)):
             master = self._masters[at]
-            if not has:
+            if not has or (kept is not None and at not in kept):
                 gradients[at] = None
             elif place not in exchange.rows:
                 gradients[at] = match_layout(part, master)

@@ -6,8 +6,11 @@ optimizer/exp_avg/weight      optimizer state of this weight
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
+from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -16,12 +19,39 @@ from raypipe.actors.stage.module import StageModule
 from raypipe.actors.stage.weights import Weights
 from raypipe.errors import ConfigError
 
+
+@dataclass(frozen=True)
+class PackedTensor:
+    """A tensor's bytes, which processes of one node can read from the same memory; torch's own tensors would be copied by each."""
+
+    data: np.ndarray[tuple[int], np.dtype[np.uint8]]
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+
+PackedState = dict[str, PackedTensor]
+"""The state of a layer on its way between processes."""
 OPTIMIZER = "optimizer/"  # a module cannot have such a name
 _COUNTS = frozenset({"step", "mu_product"})  # optimizer state that is one number per weight, whatever the weight's shape
 
 
+def packed(state: Mapping[str, Tensor]) -> PackedState:
+    """Return the state of a layer in the memory of the host; on the CPU without a copy."""
+    return {
+        name: PackedTensor(tensor.detach().cpu().reshape(-1).view(torch.uint8).numpy(), tensor.dtype, tuple(tensor.shape))
+        for name, tensor in state.items()
+    }
+
+
+def unpacked(state: Mapping[str, PackedTensor]) -> dict[str, Tensor]:
+    """Return the tensors of a packed state; nobody may write to them."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
+        return {name: torch.from_numpy(one.data).view(one.dtype).reshape(one.shape) for name, one in state.items()}
+
+
 def export_layers(weights: Weights) -> dict[int, dict[str, Tensor]]:
-    """Return the state of each layer of a stage, without borrowed weights."""
+    """Return the state of each layer of a stage, without borrowed weights, and without what only other copies have of the optimizer's."""
     module = weights.module
     states: dict[int, dict[str, Tensor]] = {index: {} for index in module.indices}
     tensors = without_aliases(module) | {name: master.data for name, master in zip(weights.names, weights.masters, strict=True)}
@@ -29,12 +59,27 @@ def export_layers(weights: Weights) -> dict[int, dict[str, Tensor]]:
         _, index, rest = name.split(".", 2)
         if name not in module.borrowed:
             states[int(index)][rest] = tensor
-    for name, master in zip(weights.names, weights.masters, strict=True):
-        state = weights.optimizer.state.get(master, {}) if weights.optimizer is not None and name not in module.borrowed else {}
-        _, index, rest = name.split(".", 2)
-        for key, value in state.items():
-            states[int(index)][f"{OPTIMIZER}{key}/{rest}"] = value if isinstance(value, Tensor) else torch.tensor(value)
+    for at, name in enumerate(weights.names):
+        if name not in module.borrowed:
+            states[int(name.split(".", 2)[1])] |= _optimizer_state(weights, at)
     return states
+
+
+def export_stepped(weights: Weights) -> dict[int, dict[str, Tensor]]:
+    """Return the optimizer's state, by layer, of the weights that this copy of a stage steps and the others do not."""
+    states: dict[int, dict[str, Tensor]] = {}
+    if (shards := weights.shards) is None:
+        return states
+    for at in shards.passed:
+        if at in shards.stepped and (state := _optimizer_state(weights, at)):
+            states.setdefault(int(weights.names[at].split(".", 2)[1]), {}).update(state)
+    return states
+
+
+def _optimizer_state(weights: Weights, at: int) -> dict[str, Tensor]:
+    rest = weights.names[at].split(".", 2)[2]
+    state = weights.optimizer.state.get(weights.masters[at], {}) if weights.optimizer is not None else {}
+    return {f"{OPTIMIZER}{key}/{rest}": value if isinstance(value, Tensor) else torch.tensor(value) for key, value in state.items()}
 
 
 def import_layers(weights: Weights, states: Mapping[int, Mapping[str, Tensor]]) -> None:

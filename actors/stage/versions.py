@@ -50,6 +50,7 @@ class WeightVersions:
         self._copies: list[tuple[Tensor, Tensor]] = []  # of the module's parameters: master and copy
         self._own = _Leaves(self.names, list(trained.values()))
         self._versions = {0: self._new_leaves()} if separate else {0: self._own}
+        self._have_moved = False
 
     @property
     def num_versions(self) -> int:
@@ -105,10 +106,12 @@ class WeightVersions:
             for master, copy in self._copies:
                 copy.data.copy_(master.data)
         self.newest = version
+        self._have_moved = False
 
     def move_masters(self) -> None:
-        """Move the masters, and the module's parameters, off memory that a version reads."""
-        if self.separate:
+        """Move the masters, and the module's parameters, off memory that a version reads, once for each new version."""
+        if self.separate and not self._have_moved:
+            self._have_moved = True
             for master, own, dtype in zip(self.masters, self._own.tensors, self._dtypes, strict=True):
                 if master.dtype == dtype:
                     master.data = own.data = master.data.clone()  # or `own` would keep the oldest version alive

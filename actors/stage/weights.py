@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
@@ -12,6 +13,7 @@ from raypipe.actors.stage.gradients import WHOLE, Bucket, GradientBuffers, squar
 from raypipe.actors.stage.layers import RngKey
 from raypipe.actors.stage.lookups import Lookups
 from raypipe.actors.stage.module import Outputs, StageModule
+from raypipe.actors.stage.shards import Shards
 from raypipe.actors.stage.ties import SharedGradients
 from raypipe.actors.stage.versions import WeightVersions
 from raypipe.model import Batch
@@ -35,6 +37,25 @@ class Weights:
         self.lookups = Lookups(module, self.names, self.masters)
         self.shared = SharedGradients(module.shared, self.names, self.masters, on=self.on)
         self.optimizer = optimizer(self.masters) if self.masters else None
+        self.shards: Shards | None = None
+        """Who steps which weights, where copies of the stage divide them."""
+
+    def divide(self, owners: Sequence[int], *, copy: int, num_copies: int, num_buckets: int) -> None:
+        """Step only what one of the copies that divide the weights steps, and drop the optimizer's state of others. Between windows only.
+
+        `owners` are those of the copies that step weights, in the order in which these lie.
+        """
+        self.shards = Shards(
+            [master.numel() for master in self.masters],
+            shared=[at for at in range(len(self.masters)) if at not in self.shared.unshared],
+            buckets=[self.gradients.members((number, num_buckets)) for number in range(1, num_buckets + 1)],
+            owners=owners,
+            copy=copy,
+            num_copies=num_copies,
+        )
+        for at, master in enumerate(self.masters):
+            if self.optimizer is not None and at not in self.shards.stepped:
+                self.optimizer.state.pop(master, None)
 
     def begin_window(self) -> None:
         """Make the newest version number 0."""
@@ -71,7 +92,7 @@ class Weights:
         return leaves
 
     def squared_norm(self, update: int) -> Tensor:
-        """Return the sum of squares of an update's unshared gradients, in float64."""
+        """Return the sum of squares of an update's unshared gradients, in float64; of those that this copy steps, once they are summed."""
         gradients = self.gradients.of(update)
         return squared_norm([gradient for at in self.shared.unshared if (gradient := gradients[at]) is not None], on=self.on)
 
@@ -118,7 +139,7 @@ class Weights:
         return self.shared.pack(self.gradients.of(update))
 
     def update(self, update: int, *, scale: float | Tensor, learning_rate: float, keep_old: bool, shared: Tensor | None = None) -> None:
-        """Make version `update + 1` from version `update`, and drop its gradients.
+        """Make version `update + 1` from version `update`, and drop its gradients; of weights that copies divide, until `receive`, a part.
 
         Args:
             update: Number of the update in the window.
@@ -144,20 +165,40 @@ class Weights:
             self.optimizer.step()
             for master in self.masters:
                 master.grad = None
+        if self.shards is None:
+            self._advance(update, keep_old=keep_old)
+
+    def _advance(self, update: int, *, keep_old: bool) -> None:
         self.versions.set_newest(update + 1)
         if not keep_old:
             self._drop(update)
 
     def flat(self) -> Tensor:
-        """Return the newest weights as one vector."""
-        parts = [master.detach().reshape(-1) for master in self.masters]
-        return torch.cat(parts) if parts else torch.zeros(0, device=self.on)
+        """Return the vector of the weights that copies pass on to each other, in which what this copy does not step may be anything."""
+        assert self.shards is not None, "copies divide the weights"
+        masters = [self.masters[at] for at in self.shards.passed]
+        dtype = functools.reduce(torch.promote_types, [master.dtype for master in masters], masters[0].dtype if masters else torch.float32)
+        vector = torch.empty(sum(master.numel() for master in masters), dtype=dtype, device=self.on)
+        for at, part in self._passed(vector):
+            if at in self.shards.stepped:
+                part.copy_(self.masters[at].detach().reshape(-1))
+        return vector
 
-    def receive(self, update: int, vector: Tensor) -> None:
-        """Take version `update + 1` as another replica's `flat` vector, and drop this one's gradients."""
+    def _passed(self, vector: Tensor) -> Iterator[tuple[int, Tensor]]:
+        assert self.shards is not None, "copies divide the weights"
+        yield from zip(self.shards.passed, torch.split(vector, [self.masters[at].numel() for at in self.shards.passed]), strict=True)
+
+    def receive(self, update: int, vector: Tensor, *, keep_old: bool) -> None:
+        """Make version `update + 1` whole by what other copies have stepped: the `flat` vector with their parts.
+
+        A copy that steps nothing drops its gradients.
+        """
+        assert self.shards is not None, "copies divide the weights"
         self.gradients.pop(update)
-        self.versions.move_masters()
+        if keep_old:
+            self.versions.move_masters()
         with torch.no_grad():
-            for part, master in zip(torch.split(vector, [master.numel() for master in self.masters]), self.masters, strict=True):
-                master.copy_(part.view_as(master))
-        self.versions.set_newest(update + 1)
+            for at, part in self._passed(vector):
+                if at not in self.shards.stepped:
+                    self.masters[at].copy_(part.view_as(self.masters[at]))
+        self._advance(update, keep_old=keep_old)

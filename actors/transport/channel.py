@@ -10,6 +10,7 @@ from typing import Generic, Protocol, TypeVar
 from torch import Tensor
 
 from raypipe.actors.transport.protocol import Expected, Places, TensorSpec
+from raypipe.communication.shards import Segment
 from raypipe.errors import TransportError
 from raypipe.schedules.collectives import Collective
 from raypipe.schedules.lower import Message
@@ -121,5 +122,17 @@ class SumUnderWay(Protocol):
 class SumGroup(Protocol):
     """The members of sums."""
 
-    def sum(self, tensor: Tensor, *, collective: Collective, deadline: int, places: Places | None = None) -> SumUnderWay:
+    @property
+    def slice_owners(self) -> tuple[int, ...]:
+        """See `Transport.slice_owners`."""
+
+    def sum(
+        self,
+        tensor: Tensor,
+        *,
+        collective: Collective,
+        deadline: int,
+        places: Places | None = None,
+        segments: tuple[Segment, ...] = (),
+    ) -> SumUnderWay:
         """Begin to sum a tensor over the members, in place; see `Transport.start`."""

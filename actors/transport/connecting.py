@@ -146,7 +146,9 @@ class Connector:
     def _connect_over_gloo(self, rendezvous: Rendezvous, kind: _Kind, members: tuple[int, ...]) -> None:
         if kind is _Kind.GROUP:
             # Gloo's sums go round from each rank to the one before it; they are to go from each member to the next, as `Cost` has it.
-            self._endpoints.groups[members] = gloo.GlooSumGroup(*gloo.make_group(rendezvous, kind, members[::-1]))
+            group, connections = gloo.make_group(rendezvous, kind, members[::-1])
+            position = members.index(rendezvous.device)
+            self._endpoints.groups[members] = gloo.GlooSumGroup(group, connections, position=position, num_members=len(members))
             return
         source, target = members
         group, _ = gloo.make_group(rendezvous, kind, members)
@@ -165,7 +167,7 @@ class Connector:
         endpoints.communicators.append((communicator, others))
         rendezvous.aborting.add([communicator])
         if kind is _Kind.GROUP:
-            endpoints.groups[members] = nccl.NcclSumGroup(library, communicator)
+            endpoints.groups[members] = nccl.NcclSumGroup(library, communicator, num_members=len(members))
         elif device == members[0]:
             endpoints.outgoing[members[1]] = nccl.Outgoing(library, communicator)
         else:

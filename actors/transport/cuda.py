@@ -224,6 +224,32 @@ class CupyCommunicator:
         with self._in_use():
             self.communicator.allReduce(start, start, tensor.numel(), kind, self.nccl.NCCL_SUM, stream.cuda_stream)
 
+    def to_owners(self, parts: Sequence[tuple[Tensor, int | None]], stream: torch.cuda.Stream) -> None:
+        """See `Communicator`."""
+        communicator, nccl = self.communicator, self.nccl
+        with self._in_use(), self._as_one():
+            for tensor, owner in parts:
+                start, kind = tensor.data_ptr(), getattr(nccl, _TYPES[tensor.dtype])
+                if owner is None:
+                    communicator.allReduce(start, start, tensor.numel(), kind, nccl.NCCL_SUM, stream.cuda_stream)
+                else:
+                    communicator.reduce(start, start, tensor.numel(), kind, nccl.NCCL_SUM, owner, stream.cuda_stream)
+
+    def from_owners(self, parts: Sequence[tuple[Tensor, int]], stream: torch.cuda.Stream) -> None:
+        """See `Communicator`."""
+        with self._in_use(), self._as_one():
+            for tensor, owner in parts:
+                start = tensor.data_ptr()
+                self.communicator.broadcast(start, start, tensor.nbytes, self.nccl.NCCL_UINT8, owner, stream.cuda_stream)
+
+    @contextmanager
+    def _as_one(self) -> Iterator[None]:
+        self.nccl.groupStart()
+        try:
+            yield
+        finally:
+            self.nccl.groupEnd()
+
     def problem(self) -> str | None:
         """See `Communicator`."""
         try:

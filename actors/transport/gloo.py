@@ -25,11 +25,12 @@ from torch.distributed import PrefixStore, ProcessGroupGloo, ReduceOp  # type: i
 
 from raypipe.actors.transport.channel import CLOSED_BY_PEER, ChannelError
 from raypipe.actors.transport.gloo_channel import UNLIMITED, ProcessGroup, cause, failure
-from raypipe.actors.transport.protocol import Places, summing_dtype
+from raypipe.actors.transport.protocol import Places, own_numbers, summing_dtype
 from raypipe.actors.transport.rendezvous import Rendezvous, limit
 from raypipe.actors.transport.sockets import Connection, connections, interface_of
+from raypipe.communication.shards import Segment
 from raypipe.errors import TransportError
-from raypipe.schedules.collectives import Collective
+from raypipe.schedules.collectives import Collective, CollectiveKind
 
 _INTERFACE_VARIABLE = "GLOO_SOCKET_IFNAME"
 _LOOK_EVERY_S = 0.3
@@ -70,23 +71,38 @@ def make_group(rendezvous: Rendezvous, kind: str, members: tuple[int, ...]) -> t
 class GlooSumGroup:
     """A set of devices that sums over gloo."""
 
-    def __init__(self, group: ProcessGroup, connections: list[Connection]) -> None:
+    def __init__(self, group: ProcessGroup, connections: list[Connection], *, position: int, num_members: int) -> None:
         self.group = group
         self.connections = connections
+        self.position = position
+        self.slice_owners = tuple(range(num_members))
 
-    def sum(self, tensor: Tensor, *, collective: Collective, deadline: int, places: Places | None = None) -> Sum:
-        """See `SumGroup`. All members start their sums in one order."""
-        return Sum(self.group, self.connections, tensor)
+    def sum(
+        self,
+        tensor: Tensor,
+        *,
+        collective: Collective,
+        deadline: int,
+        places: Places | None = None,
+        segments: tuple[Segment, ...] = (),
+    ) -> Sum:
+        """See `SumGroup`. All members start their sums in one order, and get all of them. Owners' numbers go as sums with zeros."""
+        of_others = segments if collective.kind is CollectiveKind.WEIGHTS else ()
+        return Sum(self.group, self.connections, tensor, of_others, self.position)
 
 
 class Sum:
     """A sum under way. 16-bit floats are summed in float32 and rounded once, at the cost of twice the bytes."""
 
-    def __init__(self, group: ProcessGroup, connections: list[Connection], tensor: Tensor) -> None:
+    def __init__(
+        self, group: ProcessGroup, connections: list[Connection], tensor: Tensor, of_others: tuple[Segment, ...], position: int
+    ) -> None:
         self.connections = connections
         self.tensor = tensor
         # An empty tensor is not sent; its members sum a stand-in.
         sent = tensor.detach() if tensor.numel() else torch.zeros(1)
+        if of_others:
+            sent = own_numbers(sent, of_others, position)
         # `tensor` itself where gloo can work on it in place.
         self._summed = sent.to(summing_dtype(sent.dtype)).contiguous()
         try:

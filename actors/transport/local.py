@@ -10,9 +10,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from raypipe.actors.transport.protocol import ErrorPlace, Expected, Pending, Places, TensorSpec, summing_dtype
+from raypipe.actors.transport.protocol import ErrorPlace, Expected, Pending, Places, TensorSpec, own_numbers, summing_dtype
+from raypipe.communication.shards import Segment
 from raypipe.errors import AbortedError, TransportTimeoutError
-from raypipe.schedules.collectives import Collective
+from raypipe.schedules.collectives import Collective, CollectiveKind
 from raypipe.schedules.lower import Message
 
 _CLOSED = "the peer has closed its end"
@@ -147,12 +148,25 @@ class LocalTransport:
             raise self.error.of_message(message, peer, f"expected {expected}, got {arrived}")
         return tensors
 
-    def start(self, collective: Collective, tensor: Tensor, *, deadline: int = 0, places: Places | None = None) -> Pending:
-        """See `Transport`; nothing is in the way of a sum, and members add in one order at all places."""
+    def slice_owners(self, members: tuple[int, ...]) -> tuple[int, ...]:
+        """See `Transport`."""
+        return tuple(range(len(members)))
+
+    def start(
+        self,
+        collective: Collective,
+        tensor: Tensor,
+        *,
+        deadline: int = 0,
+        places: Places | None = None,
+        segments: tuple[Segment, ...] = (),
+    ) -> Pending:
+        """See `Transport`; nothing is in the way of a sum, members add in one order at all places, and all get all of it."""
         self.inbox.check()
         key = (collective.devices, self._num_sums[collective.devices])
         self._num_sums[collective.devices] += 1
-        self.network.add_share(key, self.device, collective, _copy(tensor))
+        of_others = segments if collective.kind is CollectiveKind.WEIGHTS else ()
+        self.network.add_share(key, self.device, collective, own_numbers(tensor, of_others, collective.devices.index(self.device)))
         return _LocalPending(self, collective, key, tensor)
 
     def check(self) -> None:

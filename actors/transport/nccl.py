@@ -25,7 +25,8 @@ from torch import Tensor
 from raypipe.actors.transport.channel import ChannelError, check_tensors
 from raypipe.actors.transport.protocol import Expected, Places, summing_dtype
 from raypipe.actors.transport.rendezvous import Rendezvous
-from raypipe.schedules.collectives import Collective
+from raypipe.communication.shards import Segment
+from raypipe.schedules.collectives import Collective, CollectiveKind
 from raypipe.schedules.lower import Message
 
 T = TypeVar("T")
@@ -49,6 +50,12 @@ class Communicator(Protocol):
 
     def all_reduce(self, tensor: Tensor, stream: Any) -> None:
         """Launch the in-place sum of a contiguous, non-empty tensor."""
+
+    def to_owners(self, parts: Sequence[tuple[Tensor, int | None]], stream: Any) -> None:
+        """Launch the in-place sums of contiguous, non-empty tensors, each for one rank or, with `None`, for all, as one operation."""
+
+    def from_owners(self, parts: Sequence[tuple[Tensor, int]], stream: Any) -> None:
+        """Launch the sending of contiguous, non-empty tensors, each from one rank to all, as one operation."""
 
     def problem(self) -> str | None:
         """Return the asynchronous error, if there is one. Called from any thread."""
@@ -255,27 +262,45 @@ class Outgoing:
 class NcclSumGroup:
     """A set of devices that sums over NCCL."""
 
-    def __init__(self, library: Library, communicator: Communicator) -> None:
+    def __init__(self, library: Library, communicator: Communicator, *, num_members: int) -> None:
         self.library = library
         self.communicator = communicator
         self.stream = communicator.stream
+        self.slice_owners = tuple(range(num_members))
 
-    def sum(self, tensor: Tensor, *, collective: Collective, deadline: int, places: Places | None = None) -> Sum:
-        """Begin to sum a tensor over the members, in place."""
-        return Sum(self, tensor)
+    def sum(
+        self,
+        tensor: Tensor,
+        *,
+        collective: Collective,
+        deadline: int,
+        places: Places | None = None,
+        segments: tuple[Segment, ...] = (),
+    ) -> Sum:
+        """Begin to sum a tensor over the members, in place; see `Transport.start`."""
+        if places is not None:
+            segments = tuple(Segment(places.num_before(end), owner) for end, owner in segments)
+        return Sum(self, tensor, segments, gathers=collective.kind is CollectiveKind.WEIGHTS)
 
 
 class Sum:
     """A sum under way; 16-bit floats are summed in float32 and rounded once."""
 
-    def __init__(self, group: NcclSumGroup, tensor: Tensor) -> None:
+    def __init__(self, group: NcclSumGroup, tensor: Tensor, segments: tuple[Segment, ...], *, gathers: bool) -> None:
         self.group = group
         self.tensor = tensor
         library = group.library
         given = tensor.detach() if tensor.numel() else library.empty((1,), torch.float32).zero_()
-        self._summed = given.to(summing_dtype(given.dtype)).contiguous()
+        self._summed = (given if gathers else given.to(summing_dtype(given.dtype))).contiguous()
         library.follow(group.stream)
-        group.communicator.all_reduce(self._summed, group.stream)
+        starts = [0, *(end for end, _ in segments[:-1])]
+        parts = [(self._summed[start:end], owner) for start, (end, owner) in zip(starts, segments, strict=True) if end > start]
+        if gathers:
+            group.communicator.from_owners([(part, owner) for part, owner in parts if owner is not None], group.stream)
+        elif parts:
+            group.communicator.to_owners(parts, group.stream)
+        else:
+            group.communicator.all_reduce(self._summed, group.stream)
         library.use(self._summed, group.stream)
         self._event = library.reached(group.stream)
 

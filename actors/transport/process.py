@@ -19,11 +19,13 @@ from raypipe.actors.transport.channel import ChannelError, SumUnderWay
 from raypipe.actors.transport.connecting import Connector, Endpoints
 from raypipe.actors.transport.protocol import ErrorPlace, Expected, Pending, Places
 from raypipe.actors.transport.rendezvous import AbortGroup, Rendezvous
+from raypipe.actors.transport.secret import StoreAddress
 from raypipe.actors.transport.tcp_link import Receipt
 from raypipe.actors.transport.tcp_sum import TcpSumGroup
 from raypipe.actors.transport.tcp_way import Departure
 from raypipe.communication.patterns import Pattern
 from raypipe.communication.policy import SCHEDULED, Communication
+from raypipe.communication.shards import Segment
 from raypipe.errors import RunError, TransportError, TransportTimeoutError
 from raypipe.schedules.collectives import Collective
 from raypipe.schedules.lower import Message
@@ -41,7 +43,7 @@ class ProcessTransport:
         shared: Channels through shared memory: both ends are processes of one host, or use one GPU. Every device passes the same.
         groups: Members, ascending, of each collective of the run. Every device passes the same groups, in any order.
         patterns: Pattern of the sums of a group over TCP, at first; where left out a ring in the order of the members.
-        store: Host and port of the store that one process opened with `host_store`.
+        store: Address of the `StoreServer` that one process opened, with the secret that all of them prove to know.
         prefix: Text that keeps runs and their attempts apart in the store; never use one twice.
         timeout_s: Limit for every wait once connected.
         connect_timeout_s: Limit for `connect`; `timeout_s` by default.
@@ -64,7 +66,7 @@ class ProcessTransport:
         shared: Collection[tuple[int, int]] = (),
         groups: Sequence[tuple[int, ...]],
         patterns: Mapping[tuple[int, ...], Pattern] | None = None,
-        store: tuple[str, int],
+        store: StoreAddress,
         prefix: str,
         timeout_s: float,
         connect_timeout_s: float | None = None,
@@ -132,9 +134,8 @@ class ProcessTransport:
             self.close()
             if isinstance(error, RuntimeError) and not isinstance(error, RunError):
                 self._aborting.check()
-                host, port = self._store_address
                 problem = gloo_channel.cause(error)
-                raise TransportError(self.names[self.device], f"(store {host}:{port})", "connecting", problem) from error
+                raise TransportError(self.names[self.device], f"(store {self._store_address})", "connecting", problem) from error
             raise
 
     # A window
@@ -185,12 +186,25 @@ class ProcessTransport:
         except ChannelError as error:
             raise self._failure(error, message, peer) from error
 
-    def start(self, collective: Collective, tensor: Tensor, *, deadline: int = 0, places: Places | None = None) -> Pending:
+    def slice_owners(self, members: tuple[int, ...]) -> tuple[int, ...]:
+        """See `Transport`; the same for as long as this transport lives, whatever the pattern."""
+        return self._endpoints.groups[members].slice_owners
+
+    def start(
+        self,
+        collective: Collective,
+        tensor: Tensor,
+        *,
+        deadline: int = 0,
+        places: Places | None = None,
+        segments: tuple[Segment, ...] = (),
+    ) -> Pending:
         """See `Transport`."""
         if self._unusable is not None:
             self._refuse(collective)
+        group = self._endpoints.groups[collective.devices]
         try:
-            total = self._endpoints.groups[collective.devices].sum(tensor, collective=collective, deadline=deadline, places=places)
+            total = group.sum(tensor, collective=collective, deadline=deadline, places=places, segments=segments)
         except ChannelError as error:
             raise self._failure(error, collective) from error
         return _Pending(self, collective, total)

@@ -13,6 +13,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from raypipe.communication.shards import Segment
 from raypipe.errors import TransportError
 from raypipe.schedules.collectives import Collective
 from raypipe.schedules.lower import Message
@@ -57,7 +58,7 @@ class Pending(Protocol):
     """A collective under way."""
 
     def wait(self) -> Tensor:
-        """Wait for the end; return the tensor given to `Transport.start`, now holding the sum."""
+        """Wait for the end; return the tensor given to `Transport.start`, now holding the sum, or what is needed here of it."""
 
 
 class Transport(Protocol):
@@ -86,8 +87,22 @@ class Transport(Protocol):
             AbortedError: `abort` was called.
         """
 
-    def start(self, collective: Collective, tensor: Tensor, *, deadline: int = 0, places: Places | None = None) -> Pending:
+    def slice_owners(self, members: tuple[int, ...]) -> tuple[int, ...]:
+        """Return the order, by position, in which members should own what lies one behind the other in vectors that they divide."""
+
+    def start(
+        self,
+        collective: Collective,
+        tensor: Tensor,
+        *,
+        deadline: int = 0,
+        places: Places | None = None,
+        segments: tuple[Segment, ...] = (),
+    ) -> Pending:
         """Begin to sum `tensor`, in place, over the members of a collective, and return at once.
+
+        With `segments`, whose owners divide the tensor (that of all `places`), each owner gets the sum of its own numbers alone; other
+        numbers may be anything behind it. For the collective `weights`, nothing is summed: each owner's numbers go to all.
 
         `deadline` is the position in this device's program where the sum is awaited; of several sums, what is due first goes first where
         the transport can choose. With `places`, a transport whose order of additions depends on the place of a number adds in the order
@@ -135,3 +150,14 @@ class ErrorPlace:
 def summing_dtype(dtype: torch.dtype) -> torch.dtype:
     """Return the dtype in which tensors are summed: float32 for 16-bit floats, which are so rounded once, else their own."""
     return torch.float32 if dtype in {torch.bfloat16, torch.float16} else dtype
+
+
+def own_numbers(tensor: Tensor, segments: tuple[Segment, ...], position: int) -> Tensor:
+    """Return a copy of a vector with zeros for what is another member's, so that the sum of all members' has each owner's numbers."""
+    own = tensor.detach().clone(memory_format=torch.contiguous_format)
+    start = 0
+    for end, owner in segments:
+        if owner != position:
+            own[start:end] = 0
+        start = end
+    return own

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import math
-import socket
 import threading
 import time
 from collections.abc import Iterable, Sequence
 from datetime import timedelta
 from typing import Protocol, Self
 
-from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]  # public, says the manual
+from torch.distributed import PrefixStore  # type: ignore[attr-defined]  # public, says the manual
 
-from raypipe.actors.transport.sockets import connections
+from raypipe.actors.transport.secret import Secret, StoreAddress
+from raypipe.actors.transport.store import StoreClient
 from raypipe.errors import AbortedError, TransportTimeoutError
+
+_LOOK_EVERY_S = 0.5
+_STORE_GRACE_S = 2.0
 
 
 class Interruptible(Protocol):
@@ -68,81 +71,83 @@ def limit(seconds: float) -> timedelta:
     return timedelta(milliseconds=max(1, math.ceil(1000 * seconds)))
 
 
-def host_store(host: str, *, timeout_s: float) -> tuple[TCPStore, int]:
-    """Open the store, which must be kept alive, and return it with its port; `host` is this host as the others reach it."""
-    store = TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=limit(timeout_s))
-    return store, store.port
-
-
 class Rendezvous:
-    """One device's presence at the store, from `with` to its end; `timeout_s` limits the whole rendezvous.
-
-    A wait in the store cannot be ended from outside, and complains on stderr. So this polls until the others have published.
-    """
+    """One device's presence at the store, from `with` to its end; `timeout_s` limits the whole rendezvous."""
 
     def __init__(
-        self, device: int, *, names: Sequence[str], address: tuple[str, int], prefix: str, timeout_s: float, aborting: AbortGroup
+        self, device: int, *, names: Sequence[str], address: StoreAddress, prefix: str, timeout_s: float, aborting: AbortGroup
     ) -> None:
         self.device = device
         self.names = names
         self.aborting = aborting
         self.address = address
-        self._prefix = prefix
+        self.prefix = prefix
         self._timeout_s = timeout_s
         self._deadline_s = time.monotonic() + timeout_s
-        self._to_store: list[Interruptible] = []
 
     @property
     def name(self) -> str:
         """Name of this device."""
         return self.names[self.device]
 
+    @property
+    def secret(self) -> Secret:
+        """The secret of the run."""
+        return self.address.secret
+
     def __enter__(self) -> Self:
-        before = connections()
-        store = self._reach_store()
-        self.store = PrefixStore(self._prefix, store)
+        self._client = self._reach_store()
+        self.store = PrefixStore(self.prefix, self._client)
         # If the store hangs, or a member between its coming and its connecting, abort ends this connection.
-        self._to_store = [connection for connection in connections() - before if connection.remote.endswith(f":{store.port}")]
-        self.aborting.add(self._to_store)
+        self.aborting.add([self._client])
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.aborting.remove(self._to_store)
+        self.aborting.remove([self._client])
+        self._client.close()
 
-    def _reach_store(self) -> TCPStore:
-        host, port = self.address
-        # The store's own attempts to connect write stack traces to stderr and cannot be ended: first see that it answers.
+    def _reach_store(self) -> StoreClient:
+        store = f"(store {self.address})"
+
+        def check() -> None:
+            self.aborting.check()
+            # At the deadline, who waits for a device names that device: only a store that does not even say that it is missing is named.
+            if time.monotonic() >= self._deadline_s + _STORE_GRACE_S:
+                self.check_deadline(store, "it does not answer")
+
         while True:
             self.aborting.check()
             try:
-                socket.create_connection((host, port), timeout=min(0.5, self.left_s)).close()
-                break
+                return StoreClient(self.address, device=self.device, check=check)
             except OSError as error:
-                self.check_deadline(f"(store {host}:{port})", f"there is no answer: {error}")
+                self.check_deadline(store, f"there is no answer: {error}")
                 self.aborting.aborted.wait(0.05)
-        return TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=limit(self.left_s))
 
     def publish(self, topic: str, value: str = "") -> None:
         """Tell the other devices a value."""
-        self.store.set(f"{topic}/{self.device}", value)
+        self._client.set(self._key(topic, self.device), value)
 
     def wait_for(self, topic: str, devices: Sequence[int]) -> list[str]:
         """Return what these devices publish, once all have; raises `TransportTimeoutError` or, after `abort`, `AbortedError`."""
-        keys = [f"{topic}/{device}" for device in devices]
-        pause_s = 0.001
-        while not self.store.check(keys):
-            self.aborting.check()
-            missing = [self.names[device] for device, key in zip(devices, keys, strict=True) if not self.store.check([key])]
-            self.check_deadline(", ".join(missing), "it did not come")
-            self.aborting.aborted.wait(pause_s)
-            pause_s = min(2 * pause_s, 0.02)
+        keys = {device: self._key(topic, device) for device in devices}
+        while (values := self._client.find(list(keys.values()), wait_s=min(_LOOK_EVERY_S, self.left_s))) is None:
+            missing = [self.names[device] for device, key in keys.items() if not self._client.check([key])]
+            self.check(", ".join(missing), "it did not come")
         self.aborting.check()
-        return [value.decode() for value in self.store.multi_get(keys)]
+        return [value.decode() for value in values]
+
+    def _key(self, topic: str, device: int) -> str:
+        return f"{self.prefix}/{topic}/{device}"
 
     @property
     def left_s(self) -> float:
         """Seconds until the deadline, never 0."""
         return max(0.001, self._deadline_s - time.monotonic())
+
+    def check(self, peer: str, problem: str) -> None:
+        """Raise `AbortedError` after an abort, `TransportTimeoutError` once the time is over."""
+        self.aborting.check()
+        self.check_deadline(peer, problem)
 
     def check_deadline(self, peer: str, problem: str) -> None:
         """Raise `TransportTimeoutError` once the time is over."""

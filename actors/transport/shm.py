@@ -30,6 +30,7 @@ import struct
 import threading
 from contextlib import suppress
 
+from raypipe.actors.transport import gate
 from raypipe.actors.transport.channel import CLOSED_BY_PEER, ChannelError
 from raypipe.actors.transport.rendezvous import Rendezvous
 from raypipe.errors import TransportError
@@ -37,6 +38,7 @@ from raypipe.errors import TransportError
 _NUMBER = struct.Struct("<Q")
 _TIME = struct.Struct("@ll")
 """Seconds and microseconds of a socket's limit."""
+_LOOK_EVERY_S = 0.02
 _ANCILLARY_BYTES = socket.CMSG_SPACE(array.array("i").itemsize)
 _CREDENTIALS = struct.Struct("iII")
 """Process, user and group of a socket's peer (Linux)."""
@@ -57,36 +59,61 @@ def connect(rendezvous: Rendezvous, source: int, target: int) -> PacketSocket:
     return PacketSocket(_listen(rendezvous, channel, target) if rendezvous.device == source else _call(rendezvous, channel, source))
 
 
+def _purpose(rendezvous: Rendezvous, channel: str) -> str:
+    return f"{channel} in {rendezvous.prefix}"
+
+
 def _listen(rendezvous: Rendezvous, channel: str, target: int) -> socket.socket:
-    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listening:
-        # After a zero byte the name is no file: it goes with the socket, and is known within the network namespace only.
-        name = f"raypipe-{secrets.token_hex(16)}"
-        listening.bind(f"\0{name}")
-        listening.listen()
+    listening = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    # After a zero byte the name is no file: it goes with the socket, and is known within the network namespace only.
+    name = f"raypipe-{secrets.token_hex(16)}"
+    listening.bind(f"\0{name}")
+    with gate.Gate(listening, secret=rendezvous.secret, purpose=_purpose(rendezvous, channel)) as entrance:
         rendezvous.publish(f"{channel} listens", name)
-        rendezvous.wait_for(f"{channel} called", [target])
-        listening.settimeout(rendezvous.left_s)
         while True:
-            end, _ = listening.accept()
-            _, user, _ = _CREDENTIALS.unpack(end.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
-            if user == os.geteuid():
-                return end
-            end.close()  # a stranger, who may not read the memory
+            for device, end in entrance.admit(_LOOK_EVERY_S):
+                if device == target and _user_of(end) == os.geteuid():
+                    return end
+                end.close()
+            rendezvous.check(rendezvous.names[target], "it did not call for the shared memory")
 
 
 def _call(rendezvous: Rendezvous, channel: str, source: int) -> socket.socket:
     (name,) = rendezvous.wait_for(f"{channel} listens", [source])
-    end = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    try:
-        end.connect(f"\0{name}")
-    except OSError as error:
-        end.close()
-        problem = (
-            f"no way through shared memory ({error.strerror}): they are not on one host; set scaling.transport to tcp, or to nccl for GPUs"
-        )
-        raise TransportError(rendezvous.name, rendezvous.names[source], "connecting", problem) from error
-    rendezvous.publish(f"{channel} called")
-    return end
+    peer = rendezvous.names[source]
+
+    def check() -> None:
+        rendezvous.check(peer, "it does not answer for the shared memory")
+
+    while True:
+        end = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        try:
+            end.setblocking(False)
+            end.connect(f"\0{name}")
+            if (user := _user_of(end)) != os.geteuid():
+                raise gate.UnprovedError(f"who listens for it is of another user ({user})")
+            gate.prove(end, secret=rendezvous.secret, purpose=_purpose(rendezvous, channel), device=rendezvous.device, check=check)
+        except ConnectionRefusedError as error:
+            end.close()
+            problem = (
+                f"no way through shared memory ({error.strerror}): they are not on one host; set scaling.transport to tcp, or to nccl "
+                "for GPUs"
+            )
+            raise TransportError(rendezvous.name, peer, "connecting", problem) from error
+        except OSError as error:  # strangers fill the queue, or had this call dropped
+            end.close()
+            rendezvous.check(peer, f"no way through shared memory: {error.strerror or error}")
+            rendezvous.aborting.aborted.wait(_LOOK_EVERY_S)
+        except BaseException:
+            end.close()
+            raise
+        else:
+            return end
+
+
+def _user_of(end: socket.socket) -> int:
+    _, user, _ = _CREDENTIALS.unpack(end.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
+    return int(user)
 
 
 PACKET_BYTES = 256

@@ -17,20 +17,18 @@ from __future__ import annotations
 import json
 import os
 import secrets
-import select
 import socket
-import struct
-from collections.abc import Collection, Iterable
-from contextlib import ExitStack, suppress
+from collections.abc import Collection
+from contextlib import ExitStack
 from dataclasses import dataclass
 
+from raypipe.actors.transport import gate
 from raypipe.actors.transport.rendezvous import Rendezvous
+from raypipe.actors.transport.secret import Secret
 from raypipe.actors.transport.sockets import address_of
 from raypipe.actors.transport.tcp_holds import Address
 
-_HELLO = struct.Struct("<16sI")
-"""The token of who listens, and the number of who calls."""
-_POLL_MS = 20
+_LOOK_EVERY_S = 0.02
 _INTERFACE_VARIABLE = "GLOO_SOCKET_IFNAME"
 
 
@@ -44,24 +42,29 @@ class Connected:
 
 @dataclass(frozen=True)
 class Connections:
-    """Connections with peers, a socket for datagrams, and the addresses of this device and of all others that have connections."""
+    """Connections with peers, a socket for datagrams, and the addresses of this device and of all others that have connections.
+
+    `secret` is that of the run, which datagrams prove, too.
+    """
 
     ends: dict[int, Connected]
     datagrams: socket.socket
     own: Address
     addresses: dict[int, Address]
+    secret: Secret
 
 
 def connect(rendezvous: Rendezvous, peers: Collection[int], *, others: Collection[int], host_ip: str | None) -> Connections:
     """Connect with peers, each of which calls this with this device among its own; raise as `ProcessTransport.connect`.
 
-    `others` also call this. The device with the lower number calls its peer. A call needs no answer, so no order of calls can end in a
-    circle of waits.
+    `others` also call this. The device with the lower number calls its peer, and answers the calls of others meanwhile, so no order of
+    calls can end in a circle of waits.
     """
     host = _own_host(rendezvous, host_ip)
     with ExitStack() as undo:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        server = undo.enter_context(socket.create_server((host, 0), family=family, backlog=len(peers) + 16))
+        server = socket.create_server((host, 0), family=family)
+        entrance = undo.enter_context(gate.Gate(server, secret=rendezvous.secret, purpose=_purpose(rendezvous, rendezvous.device)))
         datagrams = undo.enter_context(socket.socket(family, socket.SOCK_DGRAM))
         datagrams.bind((host, 0))
         datagrams.setblocking(False)
@@ -69,18 +72,20 @@ def connect(rendezvous: Rendezvous, peers: Collection[int], *, others: Collectio
         rendezvous.publish("tcp", json.dumps([own.host, own.port, own.datagram_port, own.token]))
         order = sorted({*peers, *others})
         addresses = {peer: Address(*json.loads(text)) for peer, text in zip(order, rendezvous.wait_for("tcp", order), strict=True)}
-        ends: dict[int, socket.socket] = {}
-        for peer in sorted(peers):
-            if peer > rendezvous.device:
-                ends[peer] = undo.enter_context(_call(rendezvous, peer, addresses[peer]))
-        _answer(rendezvous, server, own, {peer for peer in peers if peer < rendezvous.device}, ends, undo)
+        answering = _Answering(rendezvous, entrance, {peer for peer in peers if peer < rendezvous.device}, undo)
+        called = {
+            peer: undo.enter_context(_call(rendezvous, peer, addresses[peer], answering))
+            for peer in sorted(peers)
+            if peer > rendezvous.device
+        }
+        ends = called | answering.all()
         for end in ends.values():
             end.setblocking(True)  # for who waits for a message; all others ask not to wait
             end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        server.close()
+        entrance.close()
         undo.pop_all()
     connected = {peer: Connected(end, is_local=addresses[peer].host == host) for peer, end in ends.items()}
-    return Connections(connected, datagrams, own, addresses)
+    return Connections(connected, datagrams, own, addresses, rendezvous.secret)
 
 
 def _own_host(rendezvous: Rendezvous, host_ip: str | None) -> str:
@@ -89,95 +94,58 @@ def _own_host(rendezvous: Rendezvous, host_ip: str | None) -> str:
         return address
     if host_ip is not None:
         return host_ip
-    host, port = rendezvous.address
+    host, port = rendezvous.address.host, rendezvous.address.port
     family, _, _, _, there = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, socket.SOCK_DGRAM) as asking:
         asking.connect(there)  # sends nothing; chooses the interface that leads to the store
         return str(asking.getsockname()[0])
 
 
-def _call(rendezvous: Rendezvous, peer: int, address: Address) -> socket.socket:
+def _purpose(rendezvous: Rendezvous, listener: int) -> str:
+    return f"connections of device {listener} in {rendezvous.prefix}"
+
+
+class _Answering:
+    """Takes the calls of the peers that call this device, also while this one waits for the answer of another."""
+
+    def __init__(self, rendezvous: Rendezvous, entrance: gate.Gate, expected: Collection[int], undo: ExitStack) -> None:
+        self._rendezvous = rendezvous
+        self._entrance = entrance
+        self._expected = expected
+        self._undo = undo
+        self._ends: dict[int, socket.socket] = {}
+
+    def some(self, *, wait_s: float = 0.0) -> None:
+        """Take the calls that have come; wait for one for up to some seconds."""
+        for device, end in self._entrance.admit(wait_s):
+            self._undo.enter_context(end)
+            if device not in self._expected:
+                end.close()
+                continue
+            if (former := self._ends.get(device)) is not None:
+                former.close()  # it calls again: the first connection broke before it heard that it was let in
+            self._ends[device] = end
+
+    def all(self) -> dict[int, socket.socket]:
+        """Return the connections with all who call, once they have."""
+        while missing := [self._rendezvous.names[peer] for peer in sorted(self._expected) if peer not in self._ends]:
+            self._rendezvous.check(", ".join(missing), "it did not call")
+            self.some(wait_s=_LOOK_EVERY_S)
+        return self._ends
+
+
+def _call(rendezvous: Rendezvous, peer: int, address: Address, answering: _Answering) -> socket.socket:
+    where = f"{address.host} port {address.port} does not answer"
+
+    def check() -> None:
+        answering.some()
+        rendezvous.check(rendezvous.names[peer], where)
+
+    purpose = _purpose(rendezvous, peer)
     while True:
         try:
-            return _try_to_call(rendezvous, peer, address)
+            return gate.call(address.host, address.port, secret=rendezvous.secret, purpose=purpose, device=rendezvous.device, check=check)
         except OSError as error:
-            problem = f"{address.host} port {address.port} does not answer: {error.strerror or error}"
-            rendezvous.check_deadline(rendezvous.names[peer], problem)
-            rendezvous.aborting.check()
-            rendezvous.aborting.aborted.wait(0.05)
-
-
-def _try_to_call(rendezvous: Rendezvous, peer: int, address: Address) -> socket.socket:
-    family, kind, protocol, _, resolved = socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)[0]
-    end = socket.socket(family, kind, protocol)
-    try:
-        end.setblocking(False)
-        with suppress(BlockingIOError):
-            end.connect(resolved)
-        while not _writable(end):
-            rendezvous.aborting.check()
-            rendezvous.check_deadline(rendezvous.names[peer], f"{address.host} port {address.port} does not answer")
-        if error := end.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
-            raise OSError(error, os.strerror(error))
-        end.sendall(_HELLO.pack(bytes.fromhex(address.token), rendezvous.device))
-    except BaseException:
-        end.close()
-        raise
-    return end
-
-
-def _writable(end: socket.socket) -> bool:
-    polling = select.poll()
-    polling.register(end, select.POLLOUT)
-    return bool(polling.poll(_POLL_MS))
-
-
-def _answer(
-    rendezvous: Rendezvous, server: socket.socket, own: Address, missing: set[int], ends: dict[int, socket.socket], undo: ExitStack
-) -> None:
-    server.setblocking(False)
-    said: dict[socket.socket, bytes] = {}
-    while missing:
-        for ready in _readable([server, *said]):
-            if ready is server:
-                end = undo.enter_context(server.accept()[0])
-                end.setblocking(False)
-                said[end] = b""
-                continue
-            said[ready] += (got := _read(ready, _HELLO.size - len(said[ready])))
-            if got and len(said[ready]) < _HELLO.size:
-                continue
-            device = _device(said.pop(ready), own)
-            if device in missing:
-                missing.remove(device)
-                ends[device] = ready
-            else:
-                ready.close()  # somebody else's call
-        if missing:
-            rendezvous.aborting.check()
-            rendezvous.check_deadline(", ".join(rendezvous.names[peer] for peer in sorted(missing)), "it did not call")
-    for stranger in said:
-        stranger.close()
-
-
-def _readable(sockets: Iterable[socket.socket]) -> list[socket.socket]:
-    polling, by_descriptor = select.poll(), {one.fileno(): one for one in sockets}
-    for descriptor in by_descriptor:
-        polling.register(descriptor, select.POLLIN)
-    return [by_descriptor[descriptor] for descriptor, _ in polling.poll(_POLL_MS)]
-
-
-def _read(end: socket.socket, most: int) -> bytes:
-    try:
-        return end.recv(most)
-    except BlockingIOError:
-        return b""
-    except OSError:
-        return b""
-
-
-def _device(said: bytes, own: Address) -> int:
-    if len(said) < _HELLO.size:
-        return -1
-    token, device = _HELLO.unpack(said)
-    return int(device) if secrets.compare_digest(token, bytes.fromhex(own.token)) else -1
+            answering.some()
+            rendezvous.check(rendezvous.names[peer], f"{where}: {error.strerror or error}")
+            rendezvous.aborting.aborted.wait(_LOOK_EVERY_S)

@@ -9,7 +9,7 @@ answer, and a lost one costs nothing but time.
 
 from __future__ import annotations
 
-import secrets
+import hmac
 import socket
 import struct
 import time
@@ -19,8 +19,12 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import NamedTuple
 
-_NOTICE = struct.Struct("<16sIBf")
-"""The token of who gets it; who sends it; what it says; seconds."""
+from raypipe.actors.transport.secret import Secret
+
+_NOTICE = struct.Struct("<IBfQ")
+"""Who sends it; what it says; seconds; its number among those that it sends, so that none counts twice."""
+_PROOF_BYTES = 16
+"""Of the proof before a notice, cut as RFC 2104 allows: it decides about milliseconds."""
 _LONGER = 1.5
 """Than alone: what the kernel holds of a sum passes beside the message."""
 _LEAST_S = 0.002
@@ -40,7 +44,7 @@ class _Say(IntEnum):
 
 @dataclass(frozen=True)
 class Address:
-    """Where a device takes connections and datagrams, and the token by which it knows that they are meant for it."""
+    """Where a device takes connections and datagrams, and the token that proofs of datagrams for it cover."""
 
     host: str
     port: int
@@ -62,6 +66,7 @@ class Holds:
         device: This device.
         end: Socket for datagrams.
         own: Its address.
+        secret: Of the run; datagrams prove to know it.
         addresses: Those of the others, on this host or not.
         rate: Returns the bytes per second of the port.
         summing: Returns the devices that send sums to this one.
@@ -74,12 +79,17 @@ class Holds:
         own: Address,
         addresses: Mapping[int, Address],
         *,
+        secret: Secret,
         rate: Callable[[], float],
         summing: Callable[[], Collection[int]],
     ) -> None:
         self.end = end
         self._device = device
         self._token = bytes.fromhex(own.token)
+        self._secret = secret
+        self._num_said = 0
+        self._last_of: dict[int, int] = {}
+        """The number of the newest notice of each sender."""
         self._addresses = {
             other: (bytes.fromhex(address.token), (address.host, address.datagram_port)) for other, address in addresses.items()
         }
@@ -128,7 +138,12 @@ class Holds:
     def _say(self, other: int, what: _Say, seconds: float) -> None:
         token, address = self._addresses[other]
         with suppress(OSError):  # it is closed, or the system has no room
-            self.end.sendto(_NOTICE.pack(token, self._device, what, seconds), address)
+            self._num_said += 1
+            notice = _NOTICE.pack(self._device, what, seconds, self._num_said)
+            self.end.sendto(self._proof(token, notice) + notice, address)
+
+    def _proof(self, token: bytes, notice: bytes) -> bytes:
+        return self._secret.proof(b"notice", token, notice)[:_PROOF_BYTES]
 
     def is_far(self, peer: int) -> bool:
         """Whether a peer is on another node."""
@@ -140,14 +155,16 @@ class Holds:
         """Yield the requests that have come; pass on those that concern who sends sums to this device."""
         while True:
             try:
-                notice = self.end.recv(_NOTICE.size + 1)
+                came = self.end.recv(_PROOF_BYTES + _NOTICE.size + 1)
             except OSError:
                 return
-            if len(notice) != _NOTICE.size:
+            proof, notice = came[:_PROOF_BYTES], came[_PROOF_BYTES:]
+            if len(notice) != _NOTICE.size or not hmac.compare_digest(proof, self._proof(self._token, notice)):
                 continue
-            token, other, what, seconds = _NOTICE.unpack(notice)
-            if not secrets.compare_digest(token, self._token) or other not in self._addresses or not 0.0 <= seconds <= _MOST_S:
+            other, what, seconds, number = _NOTICE.unpack(notice)
+            if other not in self._addresses or not 0.0 <= seconds <= _MOST_S or number <= self._last_of.get(other, 0):
                 continue
+            self._last_of[other] = number
             if what == _Say.HOLD:
                 yield Asked(other, seconds)
             elif what == _Say.LEAVES:

@@ -13,8 +13,8 @@ from raypipe.actors.transport.tcp_receiver import Receiver
 from raypipe.actors.transport.tcp_sender import Sender
 from raypipe.actors.transport.tcp_sum import TcpSumGroup
 from raypipe.actors.transport.tcp_way import USUAL_BYTES_PER_S, Departure, Way
-from raypipe.communication.pattern_choice import MOST_MESHED, exchange
-from raypipe.communication.patterns import Pattern
+from raypipe.communication.pattern_choice import exchange
+from raypipe.communication.patterns import MOST_MESHED, Pattern
 from raypipe.communication.policy import Communication
 
 
@@ -40,6 +40,7 @@ class Port:
             connections.datagrams,
             connections.own,
             connections.addresses,
+            secret=connections.secret,
             rate=self._bytes_per_s,
             summing=lambda: [peer for peer, link in self.links.items() if link.is_summing],
         )

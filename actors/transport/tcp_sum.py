@@ -6,6 +6,9 @@ A share that comes before its turn waits, so that the order in which a number's 
 not on what comes when and in how large chunks. Of a small tensor, such as a norm, all members' numbers go to all, and each adds them in
 the order of the members. A tensor that leaves out zeros of a longer one is cut where the longer one would be, so that its numbers are
 added as they would be there.
+
+Of a tensor that owners divide, each number's share takes the same way, and its total goes to its owner alone; or nothing is added and each
+owner's numbers go to all (`raypipe.communication.shards`).
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from hashlib import blake2b
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -30,8 +34,9 @@ from raypipe.actors.transport.tcp_receiver import Receiver
 from raypipe.actors.transport.tcp_sender import Sender
 from raypipe.communication.patterns import Part, Pattern, slice_starts
 from raypipe.communication.policy import Traffic
+from raypipe.communication.shards import Segment, gathered, reduced, slice_owners
 from raypipe.errors import TransportTimeoutError
-from raypipe.schedules.collectives import Collective
+from raypipe.schedules.collectives import Collective, CollectiveKind
 
 _GRACE_S = 0.3
 """A member that has all it needs of a sum may leave before this one has: how long nothing may come then."""
@@ -45,6 +50,7 @@ class TcpSumGroup:
 
     Attributes:
         position: Position of this device among the members.
+        slice_owners: See `SumGroup`; by the pattern when the members connected.
         pattern: Pattern of the sums that start from now on; all members change it between the same two sums.
         exchange: Pattern by whose totals the numbers of small tensors go to all.
         links: Connections with the other members, by position; of all or of those that the patterns need.
@@ -64,17 +70,26 @@ class TcpSumGroup:
         self.members = members
         self.position = position
         self.pattern = pattern
+        self.slice_owners = slice_owners(pattern)
         self.exchange = exchange
         self.links = links
         self.sender = sender
         self.receiver = receiver
         self._num_sums: Counter[Collective] = Counter()
 
-    def sum(self, tensor: Tensor, *, collective: Collective, deadline: int, places: Places | None = None) -> TcpSum:
+    def sum(
+        self,
+        tensor: Tensor,
+        *,
+        collective: Collective,
+        deadline: int,
+        places: Places | None = None,
+        segments: tuple[Segment, ...] = (),
+    ) -> TcpSum:
         """See `SumGroup`. Members may start sums in any order."""
-        number = self._num_sums[collective]
+        identity = _identity(collective, self._num_sums[collective])
         self._num_sums[collective] += 1
-        total = TcpSum(self, tensor, identity=_identity(collective, number), collective=collective, deadline=deadline, places=places)
+        total = TcpSum(self, tensor, identity=identity, collective=collective, deadline=deadline, places=places, segments=segments)
         total.start()
         return total
 
@@ -84,16 +99,26 @@ def _identity(collective: Collective, number: int) -> int:
     return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "little")
 
 
+class _Ways(NamedTuple):
+    """Where the slices of a vector start, with its end, and what a member does with each."""
+
+    starts: Sequence[int]
+    parts: tuple[Part, ...]
+
+
 @lru_cache(maxsize=256)
-def _parts(pattern: Pattern, position: int) -> tuple[Part, ...]:
-    return tuple(route.part(position) for route in pattern.routes)
+def _ways(pattern: Pattern, position: int, numel: int, segments: tuple[Segment, ...], *, gathers: bool) -> _Ways:
+    if not segments:
+        return _Ways(slice_starts(numel, pattern.num_members), tuple(route.part(position) for route in pattern.routes))
+    pieces = gathered(pattern, segments) if gathers else reduced(pattern, numel, segments)
+    return _Ways([*(piece.start for piece in pieces), numel], tuple(piece.route.part(position) for piece in pieces))
 
 
 @lru_cache(maxsize=256)
 def _exchanged(pattern: Pattern, position: int) -> tuple[Part, ...]:
     """Return the ways of the totals of each member."""
-    parts = sorted(zip(pattern.routes, _parts(pattern, position), strict=True), key=lambda pair: pair[0].owner)
-    return tuple(Part((), (), part.total_from, part.totals_to) for _, part in parts)
+    parts = [route.part(position) for route in sorted(pattern.routes, key=lambda route: route.owner)]
+    return tuple(Part((), (), part.total_from, part.totals_to) for part in parts)
 
 
 class _Flow:
@@ -204,7 +229,15 @@ class TcpSum:
     """
 
     def __init__(
-        self, group: TcpSumGroup, tensor: Tensor, *, identity: int, collective: Collective, deadline: int, places: Places | None = None
+        self,
+        group: TcpSumGroup,
+        tensor: Tensor,
+        *,
+        identity: int,
+        collective: Collective,
+        deadline: int,
+        places: Places | None = None,
+        segments: tuple[Segment, ...] = (),
     ) -> None:
         self.group = group
         self.tensor = tensor
@@ -212,22 +245,25 @@ class TcpSum:
         self.collective = collective
         # Members of an empty tensor sum a stand-in, as they wait for each other all the same. The tensor's own memory where it will do.
         sent = plain(tensor) if tensor.numel() else torch.zeros(1)
-        self._summed = sent.to(summing_dtype(sent.dtype)).contiguous().view(-1)
+        gathers = bool(segments) and collective.kind is CollectiveKind.WEIGHTS
+        self._summed = (sent if gathers else sent.to(summing_dtype(sent.dtype))).contiguous().view(-1)
         num_members, numel = len(group.members), self._summed.numel()
         places = places or Places(numel, int)
         self._shares: Tensor | None = None
         """Of a small tensor, all members' numbers."""
         text = str(TensorSpec(tuple(tensor.shape), tensor.dtype))
-        if places.numel * self._summed.itemsize <= _SMALL_BYTES:
+        if places.numel * self._summed.itemsize <= _SMALL_BYTES and not gathers:
             starts = [number * numel for number in range(num_members + 1)]
             parts = _exchanged(group.exchange, group.position)
             self._shares = self._summed.new_zeros(num_members, numel)
             self._shares[group.position] = self._summed
         else:
-            starts = [places.num_before(start) for start in slice_starts(places.numel, num_members)]
-            parts = _parts(group.pattern, group.position)
-            text += f" ({group.pattern})"
-        self._numbers = (self._summed if self._shares is None else self._shares.view(-1)).numpy()
+            ways = _ways(group.pattern, group.position, places.numel, segments, gathers=gathers)
+            starts, parts = [places.num_before(start) for start in ways.starts], ways.parts
+            text += f" ({group.pattern}{', to owners' if segments else ''})"
+        # Numpy has no bfloat16, to which nothing is added.
+        numbers = self._summed.view(torch.uint8) if gathers else self._summed
+        self._numbers = (numbers if self._shares is None else self._shares.view(-1)).numpy()
         self.memory = self._numbers.data.cast("B")
         self.item_bytes = self._summed.itemsize
         self.text = text.encode()
@@ -275,7 +311,8 @@ class TcpSum:
         if any(link.tasks for link in sources):
             group.receiver.wake()
         # Each member begins with another slice, so that they do not all send to one.
-        for number in (*range(group.position, len(slices)), *range(group.position)):
+        first = group.position * len(slices) // len(group.members)
+        for number in (*range(first, len(slices)), *range(first)):
             each = slices[number]
             if not each.part.sources and (each.part.share_to or not each.part.total_from):
                 self._forward(each.on, self._starts[number + 1])

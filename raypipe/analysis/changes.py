@@ -138,7 +138,7 @@ def _busy_wires(plan: Plan) -> list[str]:
                 use(program.device, item.device, cost.message_bytes(item.message))
             elif isinstance(item, Start) and program.device == item.collective.devices[0]:
                 num_bytes, members = cost.collective_bytes(item.collective), item.collective.devices
-                for loads in cost.pattern(item.collective).loads:
+                for loads in cost.loads(item.collective):
                     for hop, share in loads.items():
                         use(members[hop.source], members[hop.target], share * num_bytes)
     return sorted(busy_s, key=lambda resource: (-busy_s[resource], resource))

@@ -398,7 +398,7 @@ class _Makers:
         match collective.kind:  # for each device, when its part was complete
             case CollectiveKind.WEIGHTS:
                 return self.updated.get((collective.stage, collective.update), {})
-            case CollectiveKind.GRADIENTS:
+            case CollectiveKind.GRADIENTS | CollectiveKind.STAGE_NORM:
                 return self.gradients.get((collective.stage, collective.update), {})
             case CollectiveKind.NORM | CollectiveKind.TIED | CollectiveKind.TIED_NORM:
                 # A trace does not say which stages are tied.

@@ -1,6 +1,6 @@
 """JSON and YAML text to trees and back; `validation` checks what a tree holds.
 
-Refused: bad syntax, repeated keys, infinite numbers, whole ones beyond 64 bits, endless nesting.
+Refused: bad syntax, control characters, repeated keys, infinite numbers, whole ones beyond 64 bits, endless nesting.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import TypeGuard
 
 import yaml
 
-from raypipe.errors import FormatError, shorten, shown
+from raypipe.errors import FormatError, shorten, shown, unseen
 
 _WIDTH = 140
 _DEPTH = 50
@@ -22,6 +22,8 @@ _TOO_DEEP = f"nested too deeply; {_WRONG_FILE}"
 _ENCODER = json.JSONEncoder(allow_nan=False)
 _WHOLE = re.compile(r"[-+]?[0-9]+")
 _NUMBER = re.compile(r"[-+]?(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?")
+_ESCAPED = re.compile(r"\\[bfru]")
+"""How JSON writes control characters, among others."""
 _NOT_FINITE = re.compile(r"[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN)")
 _YAML_WORDS = {
     **dict.fromkeys(("", "~", "null", "Null", "NULL")),
@@ -60,7 +62,10 @@ def _has_parts(tree: object) -> TypeGuard[dict[str, object] | list[object]]:
 def json_tree(text: str, *, path: str) -> object:
     """Return the tree in JSON text, or raise `FormatError`."""
     try:
-        return json.loads(text, object_pairs_hook=_object, parse_float=_number, parse_int=_whole_number, parse_constant=_refuse_constant)
+        tree = json.loads(text, object_pairs_hook=_object, parse_float=_number, parse_int=_whole_number, parse_constant=_refuse_constant)
+        if _ESCAPED.search(text) or unseen(text):
+            _refuse_unseen(tree)
+        return tree
     except _SyntaxError as error:
         raise FormatError(path, error.where, str(error)) from None
     except json.JSONDecodeError as error:
@@ -68,6 +73,19 @@ def json_tree(text: str, *, path: str) -> object:
         raise FormatError(path, where, f"not JSON: {error.msg}; check that the file is complete and of the right kind") from None
     except RecursionError:
         raise FormatError(path, "", _TOO_DEEP) from None
+
+
+def _refuse_unseen(tree: object, where: str = "") -> None:
+    if isinstance(tree, str):
+        if (found := unseen(tree)) is not None:
+            raise _SyntaxError(f"text holds the control character {found[0]!a}, which a terminal would obey; remove it", where)
+    elif isinstance(tree, list):
+        for position, item in enumerate(tree):
+            _refuse_unseen(item, f"{where}[{position}]")
+    elif isinstance(tree, dict):
+        for key, item in tree.items():
+            _refuse_unseen(key, where)
+            _refuse_unseen(item, f"{where}.{key}" if where else key)
 
 
 def _object(pairs: list[tuple[str, object]]) -> dict[str, object]:
@@ -152,6 +170,7 @@ def _node(event: yaml.Event, events: Iterator[yaml.Event], depth: int) -> object
     if depth > _DEPTH:
         raise _SyntaxError(_TOO_DEEP, _line(event))
     if isinstance(event, yaml.ScalarEvent):
+        _refuse_unseen(event.value, _line(event))
         return _scalar(event) if event.implicit[0] else event.value  # quoted text stays text
     if isinstance(event, yaml.SequenceStartEvent):
         items: list[object] = []
@@ -162,6 +181,7 @@ def _node(event: yaml.Event, events: Iterator[yaml.Event], depth: int) -> object
     while not isinstance(event := next(events), yaml.MappingEndEvent):
         if not isinstance(event, yaml.ScalarEvent) or event.anchor is not None or event.tag is not None:
             raise _SyntaxError("expected a plain name as key; check indentation and brackets", _line(event))
+        _refuse_unseen(event.value, _line(event))
         if event.value in tree:
             raise _repeated(event.value, _line(event))
         tree[event.value] = _node(next(events), events, depth + 1)

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
-from itertools import pairwise, product
+from itertools import pairwise, permutations, product
 from typing import Annotated, Any
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
@@ -218,6 +218,28 @@ class ClusterTopology:
                 replace(shared, members=tuple(pair for pair in shared.members if not set(pair) & dropped)) for shared in self.shared_links
             ),
         )
+
+    def without_link(self, one: str, other: str) -> ClusterTopology:
+        """Return the cluster as it is when nothing passes between two named nodes."""
+        ends = [{name, *(device.name for device in self._nodes_by_name[name].devices)} for name in (one, other)]
+
+        def crosses(source: str, target: str) -> bool:
+            return any(source in sources and target in targets for sources, targets in (ends, ends[::-1]))
+
+        def is_left(link: Link) -> bool:
+            return not any(crosses(*hop) for hop in pairwise((link.source, *(link.via or ()), link.target)))
+
+        left, default, nodes = [link for link in self.links if is_left(link)], self.default_link, self.nodes
+        if default is not None:
+            known = set(self._links_by_pair)
+            nodes = tuple(replace(node, link=node.link or default) for node in nodes)
+            rate, latency_s = default.bandwidth_bytes_per_s, default.latency_s
+            left += [
+                Link(source=source, target=target, one_way=True, bandwidth_bytes_per_s=rate, latency_s=latency_s)
+                for source, target in permutations([node.name for node in nodes], 2)
+                if (source, target) not in known and not crosses(source, target)
+            ]
+        return replace(self, nodes=nodes, links=tuple(left), default_link=None)
 
     def path(self, source: str, target: str) -> Path:
         """Return the path between two named devices, empty from a device to itself, or raise `PlanError` if no link serves them."""

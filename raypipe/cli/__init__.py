@@ -10,9 +10,23 @@ import click
 
 from raypipe import __version__
 from raypipe.cli.interruption import EXIT_INTERRUPTED
-from raypipe.errors import InputError, RaypipeError, suggestion
+from raypipe.errors import InputError, RaypipeError, suggestion, visible
 
-COMMANDS = ("schedule", "schedules", "probe", "profile", "plan", "simulate", "rehearse", "train", "show", "calibrate", "data")
+COMMANDS = (
+    "schedule",
+    "schedules",
+    "probe",
+    "profile",
+    "plan",
+    "simulate",
+    "rehearse",
+    "train",
+    "top",
+    "runs",
+    "show",
+    "calibrate",
+    "data",
+)
 # Exit codes; 0 is success.
 _EXIT_FAILURE = 1
 _EXIT_BAD_INPUT = 2
@@ -51,9 +65,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except click.ClickException as error:
         context = getattr(error, "ctx", None)
         hint = f"\ntry: {context.command_path} --help" if context else ""
-        click.echo(f"error: {error.format_message()}{hint}", err=True)
+        click.echo(visible(f"error: {error.format_message()}{hint}"), err=True)
         return _EXIT_BAD_INPUT
     except RaypipeError as error:
-        click.echo(f"error: {error}", err=True)
+        click.echo(visible(f"error: {error}"), err=True)
         return _EXIT_BAD_INPUT if isinstance(error, InputError) else _EXIT_FAILURE
     return result if isinstance(result, int) else 0

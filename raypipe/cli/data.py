@@ -8,6 +8,7 @@ import click
 
 from raypipe.cli.options import check_not_input, example, json_option
 from raypipe.cli.screen import print_json
+from raypipe.errors import visible
 
 
 @click.group(invoke_without_command=True)
@@ -71,4 +72,4 @@ def prepare(
     if as_json:
         print_json(dataclasses.asdict(made))
     else:
-        click.echo(text)
+        click.echo(visible(text))

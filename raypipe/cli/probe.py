@@ -172,9 +172,9 @@ def _node_report(node: ProbedNode) -> Report:
         Figure(
             "clock",
             Report(
-                Figure("offset_s", clock.offset_s, "clock\nahead", seconds),
-                Figure("residual_s", clock.residual_s, "at most\noff by", seconds),
-                Figure("drift", clock.drift, "clock\ngains", lambda drift: f"{drift * 1e6:+.0f} us/s"),
+                Figure("offset_s", clock and clock.offset_s, "clock\nahead", seconds),
+                Figure("residual_s", clock and clock.residual_s, "at most\noff by", seconds),
+                Figure("drift", clock and clock.drift, "clock\ngains", lambda drift: f"{drift * 1e6:+.0f} us/s"),
             ),
         ),
         Figure("gpus", _gpu_reports(node)),
@@ -223,6 +223,7 @@ def _report(found: Probed) -> Report:
         Figure("num_devices", topology.num_devices),
         Figure("nodes", list(map(_node_report, found.nodes))),
         Figure("links", _link_reports(found)),
+        Figure("missing_links", [[found.nodes[node].name for node in pair] for pair in found.missing]),
         Figure(
             "shared_links",
             [

@@ -16,6 +16,7 @@ from raypipe.cli.options import COUNT, FiniteRange, check_output, example, json_
 from raypipe.cli.screen import console, notice, print_json
 from raypipe.cluster.signals import put_off
 from raypipe.config import TrainConfig
+from raypipe.errors import visible
 from raypipe.profiling.linearize import Chain, finer_chains, linearize
 from raypipe.profiling.pipedream import WEIGHT_GRAD_SHARE, read_pipedream
 from raypipe.profiling.sailor import SailorData
@@ -163,7 +164,7 @@ def profile(
     else:
         _show(result, output)
     for warning in result.warnings:
-        click.echo(f"warning: {warning}", err=True)
+        click.echo(visible(f"warning: {warning}"), err=True)
 
 
 def _check_options(context: click.Context, config: str | None) -> None:

@@ -94,41 +94,60 @@ class TrainScreen:
         self.notice(f"update {progress.update}/{progress.num_updates}  {text}  left {minutes}:{seconds:02d}")
         self.step_text = f"training after update {progress.update}"
 
-    def interrupted(self, checkpoint_every: int) -> None:
-        """Print where a run can go on."""
-        saved = self.num_done // checkpoint_every * checkpoint_every if checkpoint_every else 0
-        left = f"--resume goes on from update {saved}" if saved else f"it wrote no checkpoint (run.checkpoint_every is {checkpoint_every})"
-        self.notice(f"interrupted after update {self.num_done}; {left}")
+
+class _Resumable(click.Command):
+    """A command with `--resume` and `--resume auto`, before and behind its argument: `--resume CONFIG` is no value of the option."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        joined: list[str] = []
+        rest = iter(args)
+        for arg in rest:
+            if arg == "--":
+                joined += [arg, *rest]
+            elif arg == "auto" and joined[-1:] == [_RESUME + _NEWEST]:
+                joined[-1] = f"{_RESUME}auto"
+            else:
+                joined.append(_RESUME + _NEWEST if arg == "--resume" else arg)
+        return super().parse_args(ctx, joined)
+
+
+_RESUME = "--resume="
+_NEWEST = "newest"
 
 
 @click.command(
+    cls=_Resumable,
     epilog=example(
         "raypipe train examples/gpt_python_stdlib.yaml --set run.num_updates=50",
         "raypipe train examples/gpt_python_stdlib.yaml --set plan=plan.json",
-    )
+    ),
 )
 @click.argument("config", type=click.Path())
 @click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Replace a value, such as schedule.name=zb-h1. Repeatable.")
-@click.option("--resume", is_flag=True, help="Go on from the newest checkpoint of the newest run of this name.")
+@click.option(
+    "--resume",
+    type=click.Choice([_NEWEST, "auto"]),
+    metavar="[auto]",
+    help=(
+        "Go on from the newest checkpoint of the newest run of this name. With auto go on, or begin if there is nothing to go on from, "
+        "or end at once if all is done: the same command for the first start and each later one."
+    ),
+)
 @json_option
-def train(config: str, overrides: tuple[str, ...], *, resume: bool, as_json: bool) -> None:
+def train(config: str, overrides: tuple[str, ...], *, resume: str | None, as_json: bool) -> None:
     """Train what the YAML file CONFIG describes."""
     loaded = TrainConfig.load(config, overrides=overrides)
     if as_json:  # actors print on stdout, too
         loaded = dataclasses.replace(loaded, cluster=dataclasses.replace(loaded.cluster, log_to_driver=False))
     console = progress_console()
     screen = TrainScreen(console, loaded.run.num_updates)
-    try:
-        with Live(screen, console=console, refresh_per_second=4, transient=True) if console.is_terminal else screen.alive():
-            screen.notice("loading torch and Ray")
-            with put_off():
-                from raypipe.training.trainer import Trainer  # noqa: PLC0415  # loads them only once the configuration is known to be good
+    with Live(screen, console=console, refresh_per_second=4, transient=True) if console.is_terminal else screen.alive():
+        screen.notice("loading torch and Ray")
+        with put_off():
+            from raypipe.training.trainer import Trainer  # noqa: PLC0415  # loads them only once the configuration is known to be good
 
-            logging.getLogger("ray").setLevel(logging.WARNING)
-            result = Trainer.of(loaded).fit(listener=screen, resume=resume)
-    except KeyboardInterrupt:
-        screen.interrupted(loaded.run.checkpoint_every)
-        raise
+        logging.getLogger("ray").setLevel(logging.WARNING)
+        result = Trainer.of(loaded).fit(listener=screen, resume="auto" if resume == "auto" else resume is not None)
     if as_json:
         click.echo(json.dumps(without_nan(_report(result).document())))
         return
@@ -155,7 +174,8 @@ def _show(result: Result, console: Console) -> None:
     # The measured memory of a CPU process includes more than the predicted tensors.
     has_gpus = all(is_gpu(result.plan.topology.device(device)) for device in result.plan.devices)
     figures = [figure for figure in result.figures if figure.unit != "bytes" or has_gpus]
-    console.print(rows_table(prediction_reports(figures, result.plan), title="predicted against measured"))
+    if figures:
+        console.print(rows_table(prediction_reports(figures, result.plan), title="predicted against measured"))
     losses = f"training loss {result.losses[0]:.3f} -> {result.losses[-1]:.3f}"
     if result.validation_losses:
         losses += f", validation loss {result.validation_losses[0][1]:.3f} -> {result.validation_losses[-1][1]:.3f}"

@@ -10,11 +10,13 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import ray
-from ray.exceptions import ActorUnavailableError, RayActorError, RayError, RayTaskError
+from ray.exceptions import ActorUnavailableError, ObjectLostError, RayActorError, RayError, RayTaskError
 
 from raypipe.actors.actor import remedy_of
+from raypipe.actors.transport.secret import Secret, StoreAddress
+from raypipe.actors.transport.store import StoreServer
 from raypipe.cluster.slots import DeviceSlot
-from raypipe.errors import AbortedError, RaypipeError, RunError, TransportError
+from raypipe.errors import AbortedError, RaypipeError, RunError, StateLostError, TransportError
 
 _POLL_S = 5.0  # between two looks at actors that have not answered
 STARTING = "starting"
@@ -56,7 +58,11 @@ class ActorGroup:
 
     def __init__(self, members: Sequence[Member]) -> None:
         self.members = members
-        self.store = ("", 0)  # host and port, once it is open
+        self.secret = Secret.new()
+        """What the actors prove to each other to know; Ray hands it out with their calls."""
+        self.store: StoreAddress
+        """Once it is open."""
+        self._server: StoreServer | None = None
 
     def ask(
         self, task: str, call: Callable[[int, Any], Any], *, devices: Iterable[int] | None = None, timeout_s: float | None = None
@@ -65,11 +71,20 @@ class ActorGroup:
         numbers = range(len(self.members)) if devices is None else devices
         return self.gather({device: call(device, self.members[device].handle) for device in numbers}, task, timeout_s=timeout_s)
 
-    def open_store(self, host: str, *, timeout_s: float) -> int:
-        """Open the actors' store on the first device's node, at `host`; return its port."""
-        port: int = self.ask("opening the store", lambda _, actor: actor.host_store.remote(host=host, timeout_s=timeout_s), devices=[0])[0]
-        self.store = (host, port)
-        return port
+    def open_store(self) -> StoreAddress:
+        """Open the store where the actors find each other, instead of an earlier one; return where it is.
+
+        It is the driver's: all nodes reach it, if not each other.
+        """
+        self.close_store()
+        self._server = StoreServer(ray.util.get_node_ip_address(), secret=self.secret)
+        self.store = self._server.address
+        return self.store
+
+    def close_store(self) -> None:
+        """Close the store, if one is open."""
+        if self._server is not None:
+            self._server.close()
 
     def gather(self, calls: Mapping[int, Any], task: str, *, timeout_s: float | None = None) -> dict[int, Any]:
         """Return the answers by device, or raise the failure of one. Without a timeout, only silence is a failure."""
@@ -107,6 +122,8 @@ class ActorGroup:
             seen = "cannot be reached" if isinstance(error, ActorUnavailableError) else f"its process died ({_reason(error)})"
             return Failure(self._error(device, task, seen, _START_REMEDY if task == STARTING else self.death_remedy), is_death=True)
         cause = error.cause if isinstance(error, RayTaskError) else error
+        if isinstance(cause, ObjectLostError):
+            return Failure(StateLostError(f"{task}: {self._where(device)}: the nodes that had copies of layers are lost ({cause})"))
         return Failure(self._error(device, task, f"{type(cause).__name__}: {cause}", remedy_of(cause)))
 
     def _error(self, device: int, task: str, problem: str, remedy: str) -> RunError:

@@ -1,4 +1,4 @@
-"""The driver's side of a run: connects the stage actors, runs windows, moves layers. A failure ends the run."""
+"""The driver's side of a run: connects the stage actors, runs windows, moves layers, replaces lost actors."""
 
 from __future__ import annotations
 
@@ -13,11 +13,13 @@ from raypipe.actors.measure.layers import USUAL_EFFORT, Effort, LayerMeasurement
 from raypipe.actors.orders import BatchFunction, BuildOrder, ConnectOrder, LayerSize, ModelFunction
 from raypipe.actors.stage.gradient_flow import EdgeSpecs, LayerOutput, edge_specs
 from raypipe.artifacts.cut import Cut
+from raypipe.artifacts.storage import Storage
 from raypipe.cluster.checks import channel_text, on_gpus, shared_channels
 from raypipe.cluster.link_monitor import LinkMonitor
 from raypipe.cluster.node_clocks import NodeClocks
 from raypipe.cluster.slots import DeviceSlot
-from raypipe.cluster.stage_actors import StageActors
+from raypipe.cluster.stage_actors import SAVING, StageActors
+from raypipe.cluster.states import States, all_states, arguments, by_layer, export_states, exported_layers
 from raypipe.cluster.window import WindowResult
 from raypipe.communication.patterns import Pattern
 from raypipe.config import ClusterConfig, OptimizerConfig, Precision, ScalingConfig, Transport
@@ -87,7 +89,7 @@ class Coordinator:
         self.actors.follow(calls, task, notice)
         return list(self.actors.gather(calls, task).values())
 
-    def check_storage(self, folder: str) -> None:
+    def check_storage(self, folder: Storage) -> None:
         """Refuse a folder that some node cannot write to."""
         self.actors.ask("checking the storage", lambda _, actor: actor.check_storage.remote(folder))
 
@@ -130,8 +132,9 @@ class Coordinator:
         channels, infos = tuple(sorted({(item.device, device) for device, item in items if isinstance(item, Recv)})), self.actors.infos
         shared = shared_channels(channels, infos=infos, names=self.device_names, transport=self.transport)
         self.channel_text = channel_text(infos, num_channels=len(channels), num_shared=len(shared), transport=self.transport)
-        host, timeout_s = infos[0].ip, self.cluster.start_timeout_s
-        port = self.actors.open_store(host, timeout_s=timeout_s)
+        # A run that goes on has started before: a device that cannot be reached now is not only slow to start.
+        timeout_s = self.cluster.silence_timeout_s if self._epoch else self.cluster.start_timeout_s
+        store = self.actors.open_store()
         return ConnectOrder(
             names=self.device_names,
             channels=channels,
@@ -140,8 +143,7 @@ class Coordinator:
             nodes=tuple(info.node_id for info in infos),
             groups=tuple(sorted({item.collective.devices for _, item in items if isinstance(item, Start)})),
             patterns=self.patterns,
-            host=host,
-            port=port,
+            store=store,
             prefix=f"{self.run}/{self._epoch}",
             connect_timeout_s=timeout_s,
             message_timeout_s=self.cluster.message_timeout_s,
@@ -175,6 +177,10 @@ class Coordinator:
         """Run forwards on these rows, `num_rows` a microbatch; the reports have the last layer's outputs."""
         return self._window(name, "run_on", num_updates=1, batches=batches, num_rows=num_rows)
 
+    def num_windows(self, name: str) -> int:
+        """Return how many windows of a program have ended well."""
+        return self._windows[name]
+
     def _window(self, name: str, method: str, *, num_updates: int, **arguments: Any) -> WindowResult:
         self.clocks.refresh()
         number, since_s = self._windows[name], time.perf_counter()
@@ -197,11 +203,20 @@ class Coordinator:
 
     # Layers
 
-    def save(self, folder: str) -> None:
-        """Write all layers into a folder."""
-        self.actors.ask("saving", lambda _, actor: actor.save.remote(folder))
+    def take_snapshot(self) -> None:
+        """Let every actor copy its layers into memory."""
+        whole, stepped = exported_layers(self.actors)
+        parts = by_layer(export_states(self.actors, stepped))
+        self.actors.ask(
+            "copying layers",
+            lambda device, actor: actor.take_snapshot.remote(*arguments(parts, [layer for layer in whole[device] if layer in parts])),
+        )
 
-    def load(self, folder: str) -> None:
+    def write_snapshot(self, folder: Storage) -> list[Any]:
+        """Let the actors write their copies into a folder, beside windows; return Ray's references to the sums of the files of each."""
+        return [member.handle.write_snapshot.options(concurrency_group=SAVING).remote(folder) for member in self.actors.members]
+
+    def load(self, folder: Storage) -> None:
         """Read all layers from a folder."""
         self.actors.ask("loading", lambda _, actor: actor.load.remote(folder))
 
@@ -216,32 +231,39 @@ class Coordinator:
     ) -> None:
         """Go on with other stages on other devices; layers and optimizer states move through Ray's object stores."""
         self.actors.leaving = frozenset(self.actors.devices) - frozenset(devices)
-        states = self._layer_states()
+        states = all_states(self.actors)
         self.actors.assign(devices, stages)
-        self.build(order)
-        needed = self.actors.ask("asking for layers", lambda _, actor: actor.needed_layers.remote())
-        self.actors.ask(
-            "taking layers over",
-            lambda device, actor: actor.import_layers.remote(needed[device], *(states[layer] for layer in needed[device])),
-        )
-        self._epoch += 1
-        self.connect(programs, order.cut, patterns=patterns)
+        self.restore(states, order=order, programs=programs, patterns=patterns)
         self.actors.leaving = frozenset()
 
-    def _layer_states(self) -> dict[int, Any]:
-        owned = self.actors.ask("asking for layers", lambda _, actor: actor.primary_layers.remote())
-        states: dict[int, Any] = {}
-        done: dict[int, Any] = {}
-        for device, layers in owned.items():
-            if layers:
-                handle = self.actors.members[device].handle
-                *of_device, done[device] = handle.export_layers.options(num_returns=len(layers) + 1).remote(layers)
-                states |= dict(zip(layers, of_device, strict=True))
-        self.actors.gather(done, "handing layers out")
-        return states
+    def restore(self, states: States | Storage | None, *, order: BuildOrder, programs: Programs, patterns: Patterns = _RINGS) -> None:
+        """Build the assigned stages with the states of layers or those in a checkpoint's folder, or as they begin; and connect them.
+
+        Raises:
+            StateLostError: No node has the state of some layer any more.
+        """
+        self.build(order)
+        if isinstance(states, Storage):
+            self.load(states)
+        elif states is not None:
+            needed = self.actors.ask("asking for layers", lambda _, actor: actor.needed_layers.remote())
+            self.actors.ask(
+                "taking layers over",
+                lambda device, actor: actor.import_layers.remote(*arguments(states, needed[device])),
+            )
+        self._epoch += 1
+        self.connect(programs, order.cut, patterns=patterns)
+
+    def replace(self, slots: Mapping[int, DeviceSlot]) -> None:
+        """Start new actors in place of lost ones, by number, in these slots."""
+        has_moved = any(slot.node != self.actors.launched[number].slot.node for number, slot in slots.items())
+        self.actors.replace(slots)
+        if has_moved:
+            self.links = LinkMonitor(self.actors)
 
     def close(self) -> None:
         """End the actors; may be called twice."""
         if not self._is_closed:
             self._is_closed = True
             self.actors.kill()
+            self.actors.close_store()

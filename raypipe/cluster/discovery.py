@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
+import os
+import signal
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import ray
+from ray.exceptions import RayError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from raypipe.artifacts.topology import ClusterTopology
 from raypipe.cluster.node_matching import is_gpu, match_slots
@@ -15,6 +22,7 @@ from raypipe.cluster.slots import NODE_LABEL, ClusterNode, DeviceSlot, resource_
 from raypipe.config import ScalingConfig
 from raypipe.errors import PlanError
 
+_ANSWER_S = 5.0  # for a node to start a worker
 _RELEASE_S = 15.0  # for an earlier run to give back its resources
 
 
@@ -61,6 +69,64 @@ def find_slots(scaling: ScalingConfig) -> list[DeviceSlot]:
         )
     _wait_until_free({kind: scaling.num_devices * amount for kind, amount in needs.items()})
     return slots[: scaling.num_devices]
+
+
+def end_processes(processes: Collection[tuple[str, int]]) -> set[str]:
+    """End some processes of Ray, by node and process id, which do not answer; return the nodes that do not answer, either.
+
+    Ray itself takes ten seconds for a process that is stopped, and as long its resources are not free.
+    """
+    pids: dict[str, list[int]] = {}
+    for node_id, pid in processes:
+        pids.setdefault(node_id, []).append(pid)
+    task = ray.remote(num_cpus=0, max_retries=0)(_end)
+    calls = {
+        task.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False)).remote(of_node): node_id
+        for node_id, of_node in pids.items()
+    }
+    if not calls:
+        return set()
+    ready, late = ray.wait(list(calls), num_returns=len(calls), timeout=_ANSWER_S)
+    silent = {calls[ref] for ref in late}
+    for ref in ready:
+        try:
+            ray.get(ref)
+        except RayError:
+            silent.add(calls[ref])
+    return silent
+
+
+def _end(pids: Sequence[int]) -> None:
+    for pid in pids:
+        # Another process may have got the number by now.
+        with contextlib.suppress(OSError):
+            if Path(f"/proc/{pid}/cmdline").read_bytes().startswith(b"ray::"):
+                os.kill(pid, signal.SIGKILL)
+
+
+def spare_slots(
+    slots: Sequence[DeviceSlot], lost: Sequence[int], needs: Mapping[str, float], *, without: Collection[str] = ()
+) -> dict[int, DeviceSlot]:
+    """Return slots for the actors with these numbers, which are lost: their own where its node lives, else one on an equal node with room.
+
+    Each device needs `needs` of its node's resources; nodes in `without` are not used. Those without such a slot are left out.
+    """
+    nodes = {node.node_id: node for node in cluster_nodes() if node.alive and node.node_id not in without}
+    found = {number: slots[number] for number in lost if slots[number].node.node_id in nodes}
+    homeless = [number for number in lost if number not in found]
+    used = Counter(slot.node.node_id for number, slot in enumerate(slots) if number not in homeless)
+    names = {slot.name for slot in slots}
+    for number in homeless:
+        slot = slots[number]
+        for node in nodes.values():
+            # GPUs of another kind would change what the plan expects of a device.
+            if node.accelerators == slot.node.accelerators and used[node.node_id] < node.room(needs):
+                name = next(name for count in itertools.count() if (name := f"{node.name}/{count}") not in names)
+                found[number] = DeviceSlot(node, name, slot.num_gpus)
+                names.add(name)
+                used[node.node_id] += 1
+                break
+    return found
 
 
 def planned_slots(

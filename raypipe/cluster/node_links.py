@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import replace
 from functools import cached_property
 
@@ -54,19 +54,33 @@ class _BudgetSpentError(Exception): ...
 
 
 class NodeLinks:
-    """The links between the nodes of a cluster, as far as they are measured."""
+    """The links between the nodes of a cluster, as far as they are measured; `missing` pairs do not reach each other."""
 
-    def __init__(self, actors: ProbeActors, spending: Spending, measurements: MeasurementBudget, classes: Sequence[Hashable]) -> None:
+    def __init__(
+        self,
+        actors: ProbeActors,
+        spending: Spending,
+        measurements: MeasurementBudget,
+        classes: Sequence[Hashable],
+        *,
+        missing: Collection[Pair] = (),
+    ) -> None:
         self.actors = actors
         self.spending = spending
         self.measurements = measurements
-        self.matchings = tournament(classes)
+        self.missing = {pair for one in missing for pair in (one, one[::-1])}
+        self.matchings = self.linked(tournament(classes))
         self.rounds = [pairs for matching in self.matchings for pairs in directed(matching)]
         self.pattern = Ping(measurements.ping_s, measurements.ping_bytes)
         self.fits: dict[Pair, LinkFit] = {}
         self.clocks: dict[Pair, ClockOffset] = {}  # target against source
         self.search = BottleneckSearch(self._joint_rates)
         self.usable = True  # until a flow fails, in which nodes may still wait
+
+    def linked(self, rounds: Sequence[Round]) -> list[Round]:
+        """Return rounds without missing pairs."""
+        left = (tuple(pair for pair in pairs if pair not in self.missing) for pairs in rounds)
+        return [pairs for pairs in left if pairs]
 
     @cached_property
     def _offsets_s(self) -> dict[int, float]:
@@ -106,7 +120,16 @@ class NodeLinks:
 
     def look_for_sharing(self) -> None:
         """Look for bottlenecks that links share, then measure again the links that others slowed."""
+        if not self.fits:
+            return
         rounds = self.measurements.rounds
+        if apart := [node for node in range(self.actors.num_nodes) if node not in self._offsets_s]:
+            named = ", ".join(self.actors.names[node] for node in apart)
+            self.spending.missed(
+                f"shared links were not looked for: no links lead from {self.actors.names[0]} to {named} to compare clocks"
+            )
+            self._measure_again()
+            return
         fastest = max(link.bandwidth_bytes_per_s for link in self.fits.values())
         if not self.measurements.tells_sharing_of(fastest):
             self.spending.missed(f"shared links were not looked for: the budget is too small; {_MORE}")
@@ -118,7 +141,7 @@ class NodeLinks:
     def _search(self) -> None:
         num_nodes = self.actors.num_nodes
         try:
-            self.search.run(all_paired_rounds(self.matchings, num_nodes), one_to_all_rounds(num_nodes))
+            self.search.run(all_paired_rounds(self.matchings, num_nodes), self.linked(one_to_all_rounds(num_nodes)))
         except _BudgetSpentError:
             problem, remedy = "the budget was spent", _MORE
         except RunError as error:

@@ -64,15 +64,16 @@ class ProbeActors(ActorGroup):
             ).remote(device, use_gpu=use_gpu)
             for device, slot in enumerate(_with_actors(slots))
         ]
+        actors = cls(slots, names, handles, use_gpu=use_gpu)
         try:
-            actors = cls(slots, names, handles, use_gpu=use_gpu)
             notice(f"starting {len(handles)} probe actors on {len(nodes)} nodes")
             actors.infos = actors.ask(STARTING, lambda _, actor: actor.info.remote(), timeout_s=start_timeout_s)
-            actors.open_store(actors.infos[0].ip, timeout_s=_CONNECT_TIMEOUT_S)
+            actors.open_store()
             yield actors
         finally:
             for handle in handles:
                 ray.kill(handle, no_restart=True)
+            actors.close_store()
 
     def devices(self, node: int) -> list[int]:
         """Return a node's devices with actors."""
@@ -115,13 +116,32 @@ class ProbeActors(ActorGroup):
         self.num_bytes += sum(source.num_bytes for source, _ in readings.values())
         return readings
 
-    def _connect(self, pairs: Collection[Pair]) -> None:
-        fresh = [pair for pair in pairs if pair not in self._connected]
+    def unreachable(self, pairs: Collection[Pair]) -> set[Pair]:
+        """Connect these pairs of nodes both ways, all at the same time; return those, lower number first, that do not reach each other."""
+        nodes_of = {tuple(map(self.node_of.index, ends)): pair for pair in pairs for ends in (pair, pair[::-1])}
+        connections = self._connections([(source, target) for source, target in nodes_of])
+        found = self.ask(
+            "connecting",
+            lambda device, actor: actor.reach.remote(connections[device], host_ip=self.infos[device].ip),
+            devices=connections,
+            timeout_s=_CONNECT_TIMEOUT_S + _GRACE_S,
+        )
+        missing = {nodes_of[ends] for of_device in found.values() for ends in of_device}
+        self._connected.update((source, target) for (source, target), pair in nodes_of.items() if pair not in missing)
+        return missing
+
+    def _connections(self, pairs: Collection[Pair]) -> dict[int, list[FlowConnection]]:
+        # Of each device.
         connections: dict[int, list[FlowConnection]] = {}
-        for pair in fresh:
+        for pair in pairs:
             connection = self._connection(*pair)
             for device in pair:
                 connections.setdefault(device, []).append(connection)
+        return connections
+
+    def _connect(self, pairs: Collection[Pair]) -> None:
+        fresh = [pair for pair in pairs if pair not in self._connected]
+        connections = self._connections(fresh)
         try:
             self.ask(
                 "connecting",

@@ -22,7 +22,7 @@ from raypipe.network.assemble import assemble
 from raypipe.network.clocks import ClockOffset, from_reference, offset, with_drift
 from raypipe.network.fit import LinkFit, fit
 from raypipe.network.probe_budget import Budget, MeasurementBudget, divide
-from raypipe.network.rounds import Pair, hypercube
+from raypipe.network.rounds import Pair, hypercube, tournament
 
 _CLOCK_PING = Ping(seconds=0.01, most_bytes=LEAST_PING_BYTES)
 _LEAST_STREAM_BYTES = 2 * WARM_UP_BYTES
@@ -30,22 +30,29 @@ _LEAST_STREAM_BYTES = 2 * WARM_UP_BYTES
 
 @dataclass(frozen=True)
 class ProbedNode:
-    """A node, a typical link inside, and its clock against the first node's."""
+    """A node, a typical link inside, and its clock against the first node's, `None` where no links lead there."""
 
     name: str
     info: ActorInfo
     num_devices: int
     inside: LinkFit | None
-    clock: ClockOffset
+    clock: ClockOffset | None
 
 
 @dataclass(frozen=True)
 class Probed:
-    """Result of a probe: `links` between measured pairs of nodes, `notices` of what could not be measured."""
+    """Result of a probe.
+
+    Attributes:
+        links: Links of measured pairs of nodes.
+        missing: Pairs of nodes, lower number first, that do not reach each other.
+        notices: What could not be measured.
+    """
 
     topology: ClusterTopology
     nodes: tuple[ProbedNode, ...]
     links: dict[Pair, LinkFit]
+    missing: tuple[Pair, ...]
     measurements: MeasurementBudget
     num_steps: int
     num_bytes: int
@@ -94,7 +101,13 @@ class Probe:
     def __init__(self, actors: ProbeActors, classes: Sequence[tuple[object, ...]], budget: Budget, *, notice: Notice) -> None:
         self.actors = actors
         self.classes = classes
+        # Before the seconds are counted: pairs that do not reach each other take as long as a device waits for another one.
+        self.missing = sorted(actors.unreachable([pair for matching in tournament(classes) for pair in matching]))
         self.spending = Spending(actors, budget, notice)
+        for pair in self.missing:
+            self.spending.missed(
+                f"{' and '.join(actors.names[node] for node in pair)} do not reach each other: the topology has no link for them"
+            )
         # Neighbors within each node, in alternating directions.
         neighbors = [pairwise(actors.devices(node)) for node in range(actors.num_nodes)]
         self.inside = [[pair[::-1] if place % 2 else pair for place, pair in enumerate(of_node)] for of_node in neighbors]
@@ -106,7 +119,7 @@ class Probe:
             least_ping_bytes=LEAST_PING_BYTES,
             least_stream_bytes=_LEAST_STREAM_BYTES,
         )
-        self.links = NodeLinks(actors, self.spending, self.measurements, classes)
+        self.links = NodeLinks(actors, self.spending, self.measurements, classes, missing=self.missing)
 
     def run(self, name: str, overheads: Overheads | None) -> Probed:
         """Measure everything, and describe it as a topology."""
@@ -125,6 +138,7 @@ class Probe:
             fits=links.fits,
             shared=links.search.bottlenecks,
             classes=self.classes,
+            missing=self.missing,
             overheads=overheads,
         )
         return Probed(
@@ -134,6 +148,7 @@ class Probe:
                 for node in range(actors.num_nodes)
             ),
             links=links.fits,
+            missing=tuple(self.missing),
             measurements=self.measurements,
             num_steps=actors.num_steps,
             num_bytes=actors.num_bytes,
@@ -168,15 +183,18 @@ class Probe:
         }
         return [typical.get(node) for node in range(self.actors.num_nodes)]
 
-    def _clocks(self) -> list[ClockOffset]:
+    def _clocks(self) -> list[ClockOffset | None]:
         # A second measurement shows the drift.
         earlier = from_reference(self.links.clocks, reference=0)
         pairs: dict[Pair, ClockOffset] = {}
         if self.links.usable and self.spending.seconds < self.spending.budget.seconds:
-            for matching in hypercube(self.actors.num_nodes):
+            for matching in self.links.linked(hypercube(self.actors.num_nodes)):
                 pairs |= {pair: offset(exchanges(*readings)) for pair, readings in self.links.ping(matching, _CLOCK_PING).items()}
         later = from_reference(pairs, reference=0)
-        return [with_drift(earlier[node], later[node]) if node in later else earlier[node] for node in range(self.actors.num_nodes)]
+        return [
+            with_drift(earlier[node], later[node]) if node in earlier and node in later else earlier.get(node)
+            for node in range(self.actors.num_nodes)
+        ]
 
     def _topology_node(self, node: int, inside: LinkFit | None) -> Node:
         actors, info = self.actors, self.actors.node_info(node)

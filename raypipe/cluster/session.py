@@ -24,8 +24,6 @@ _ENVIRONMENT = {
     "MALLOC_MMAP_THRESHOLD_": f"{32 << 20}",
     "MALLOC_TRIM_THRESHOLD_": f"{1 << 30}",
     "MALLOC_TOP_PAD_": f"{64 << 20}",
-    # Torch's store resolves the name of each address that it connects to, and waits five seconds for a lost answer.
-    "RES_OPTIONS": "timeout:1",
 }
 """Environment of a local cluster's processes, unless set already."""
 

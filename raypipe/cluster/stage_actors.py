@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NoReturn
 
 import ray
-from ray.exceptions import GetTimeoutError, RayError
+from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from raypipe.actors.actor import StageActor
@@ -25,7 +25,12 @@ from raypipe.errors import StageFailedError, TransportTimeoutError
 
 CONTROL = "control"
 """Concurrency group of methods that actors answer while they compute."""
-_CONTROL_THREADS = 2
+COPIES = "copies"
+"""Concurrency group of the method that keeps copies of another node's layers."""
+SAVING = "saving"
+"""Concurrency group in which an actor writes a copy of its layers while it computes."""
+_GROUPS = {CONTROL: 2, COPIES: 1, SAVING: 1}
+_SUSPECT_S = 2.0  # for an actor that is named as the cause of a failure to come to rest
 _GRACE_S = 3.0  # from the first failure, for one that explains it: peers notice a dead neighbor first
 _FOLLOW_S = 1.0
 _MOST_SILENCES = 10
@@ -40,25 +45,47 @@ def waits_for(lost: str, statuses: Mapping[int, Status], *, names: Sequence[str]
     ]
 
 
-def launch_stage_actors(slots: Sequence[DeviceSlot], *, stages: Sequence[tuple[int, ...]], run: str, scaling: ScalingConfig) -> list[Any]:
-    """Start a stage actor in each slot; return their handles before the actors are up."""
+def launch_stage_actors(
+    slots: Sequence[DeviceSlot],
+    *,
+    stages: Sequence[tuple[int, ...]],
+    run: str,
+    scaling: ScalingConfig,
+    only: Collection[int] | None = None,
+    start: int = 1,
+) -> list[Any]:
+    """Start a stage actor in each slot, or `only` in some by number; return their handles before the actors are up.
+
+    `start` says for which time actors of the run are started: Ray wants a name of its own for each.
+    """
     # Concurrency groups can be named here only, not in `.options`.
-    actor_class = ray.remote(concurrency_groups={CONTROL: _CONTROL_THREADS}, max_restarts=0, max_task_retries=0)(StageActor)
+    actor_class = ray.remote(concurrency_groups=_GROUPS, max_restarts=0, max_task_retries=0)(StageActor)
     handles: list[Any] = []
-    counts = Counter(slot.node.node_id for slot in slots)
-    positions: Counter[str] = Counter()
+    positions = _node_positions(slots)
+    again = f" (start {start})" if start > 1 else ""
     for device, (slot, of_device) in enumerate(zip(slots, stages, strict=True)):
+        if device not in (range(len(slots)) if only is None else only):
+            continue
         node_id, identity = slot.node.node_id, Identity(run=run, device=device, name=slot.name, stages=of_device)
         actor = actor_class.options(
-            name=f"{run}: stage {identity.stage_text} on device {slot.name}" if of_device else f"{run}: device {slot.name}",
+            name=(f"{run}: stage {identity.stage_text} on device {slot.name}" if of_device else f"{run}: device {slot.name}") + again,
             num_cpus=scaling.cpus_per_device,
             num_gpus=slot.num_gpus,
             scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False),
         )
-        position = NodePosition(positions[node_id], counts[node_id]) if scaling.bind_cores else None
-        positions[node_id] += 1
+        position = positions[device] if scaling.bind_cores else None
         handles.append(actor.remote(identity, num_threads=scaling.threads_per_device, gpu_share=slot.num_gpus, node_position=position))
     return handles
+
+
+def _node_positions(slots: Sequence[DeviceSlot]) -> list[NodePosition]:
+    counts = Counter(slot.node.node_id for slot in slots)
+    seen: Counter[str] = Counter()
+    positions: list[NodePosition] = []
+    for slot in slots:
+        positions.append(NodePosition(seen[slot.node.node_id], counts[slot.node.node_id]))
+        seen[slot.node.node_id] += 1
+    return positions
 
 
 class StageActors(ActorGroup):
@@ -71,6 +98,7 @@ class StageActors(ActorGroup):
     ) -> None:
         self.run = run
         self.cluster = cluster
+        self.scaling = scaling
         handles = launch_stage_actors(slots, stages=stages, run=run, scaling=scaling)
         self.launched = [Member(*columns) for columns in zip(handles, slots, stages, strict=True)]
         super().__init__(self.launched)
@@ -79,6 +107,9 @@ class StageActors(ActorGroup):
         self.branches: tuple[str, ...] = ()  # branch of each stage, once stages are built; for messages
         self.patience_s = cluster.start_timeout_s  # time that an actor has to tell its status
         self.leaving: frozenset[int] = frozenset()  # slots whose actors leave the plan, but hold layers that others still need
+        self.gone: set[int] = set()  # numbers of slots whose actors are lost and not replaced
+        self._num_starts = 1
+        self._aborts: list[Any] = []
 
     @property
     def infos(self) -> tuple[ActorInfo, ...]:
@@ -108,7 +139,7 @@ class StageActors(ActorGroup):
         self.devices, self.branches = tuple(devices), ()
         self.members = [replace(self.launched[number], stages=of_device) for number, of_device in zip(devices, stages, strict=True)]
         identities = [Identity(self.run, device, member.slot.name, member.stages) for device, member in enumerate(self.members)]
-        for number in set(range(len(self.launched))).difference(devices):  # no answer is needed before they get work again
+        for number in set(range(len(self.launched))).difference(devices, self.gone):  # no answer is needed before they get work again
             self.launched[number].handle.assign.remote(None)
         self.ask("taking stages", lambda device, actor: actor.assign.remote(identities[device]))
 
@@ -120,8 +151,50 @@ class StageActors(ActorGroup):
 
     def abort(self, reason: str) -> None:
         """Make all actors stop their work."""
-        for member in self.launched:
-            member.handle.abort.options(concurrency_group=CONTROL).remote(reason)
+        self._aborts += [member.handle.abort.options(concurrency_group=CONTROL).remote(reason) for member in self._alive().values()]
+
+    def _alive(self) -> dict[int, Member]:
+        return {number: member for number, member in enumerate(self.launched) if number not in self.gone}
+
+    def rest(self, suspects: Collection[int]) -> list[int]:
+        """Abort all actors until they have nothing to do, and end those that are dead, silent or stuck: their slots' numbers are in `gone`.
+
+        Return the numbers of those that gave no answer. Of the `suspects` it is awaited for a short time only.
+        """
+        self.abort("the run recovers from a failure")
+        ray.wait(self._aborts, num_returns=len(self._aborts), timeout=_SUSPECT_S)
+        self._aborts = []
+        calls = {number: member.handle.restart.remote(None) for number, member in self._alive().items()}
+        others, suspected = calls.keys() - set(suspects), calls.keys() & set(suspects)
+        for numbers, timeout_s in ((others, self.cluster.silence_timeout_s), (suspected, _SUSPECT_S)):
+            if refs := [calls[number] for number in numbers]:
+                ray.wait(refs, num_returns=len(refs), timeout=timeout_s)
+        outcomes = {number: _outcome(ref) for number, ref in calls.items()}
+        lost = {number for number, error in outcomes.items() if error is not None}
+        for number in lost:
+            ray.kill(self.launched[number].handle, no_restart=True)
+        self.gone |= lost
+        return [number for number, error in outcomes.items() if isinstance(error, GetTimeoutError | ActorUnavailableError)]
+
+    def replace(self, slots: Mapping[int, DeviceSlot]) -> None:
+        """Start new actors for some numbers, in these slots, and wait until they are up."""
+        self._num_starts += 1
+        all_slots = [slots.get(number, member.slot) for number, member in enumerate(self.launched)]
+        handles = launch_stage_actors(
+            all_slots, stages=[()] * len(all_slots), run=self.run, scaling=self.scaling, only=sorted(slots), start=self._num_starts
+        )
+        new = [Member(handle, all_slots[number]) for number, handle in zip(sorted(slots), handles, strict=True)]
+        try:
+            infos = ActorGroup(new).ask(STARTING, lambda _, actor: actor.info.remote(), timeout_s=self.cluster.start_timeout_s)
+            check_actors([member.slot for member in new], tuple(infos.values()))
+        except BaseException:
+            for handle in handles:
+                ray.kill(handle, no_restart=True)
+            raise
+        replaced = dict(zip(sorted(slots), zip(new, infos.values(), strict=True), strict=True))
+        self.gone -= set(slots)
+        self.launched = [replaced[number][0] if number in replaced else member for number, member in enumerate(self.launched)]
+        self.launched_infos = tuple(replaced[number][1] if number in replaced else info for number, info in enumerate(self.launched_infos))
 
     def kill(self) -> None:
         """End all actors."""
@@ -193,6 +266,14 @@ class StageActors(ActorGroup):
         slots = [self.launched[number].slot for number in self.dead(self.leaving, timeout_s=1.0)]
         errors = [StageFailedError(slot.name, "none", slot.node.address, task, problem, self.death_remedy) for slot in slots]
         return [Failure(error, is_death=True) for error in errors]
+
+
+def _outcome(ref: Any) -> RayError | None:
+    try:
+        ray.get(ref, timeout=0)
+    except RayError as error:
+        return error
+    return None
 
 
 def _statuses(members: Mapping[int, Member], *, timeout_s: float) -> dict[int, Status | RayError | None]:

@@ -2,7 +2,7 @@
 
 A sum's time is that of all its shares, then that of all its totals, and the latencies of the longest way of a slice. In each phase the
 busiest link decides, or the busiest member: what a member sends to others of its node goes one after the other, and so does what it
-sends to other nodes.
+sends to other nodes. Members of one node that do the latter use its wires in the same order, one wire at a time.
 
 Members of whom some cannot communicate, both ways, sum along the tree of their best links; where links do not join them all, not at all.
 """
@@ -18,12 +18,11 @@ from functools import lru_cache
 from operator import itemgetter
 from typing import NamedTuple, Protocol
 
-from raypipe.communication.patterns import Hop, Pattern, direct, ring, tree
+from raypipe.communication.patterns import MOST_MESHED, Hop, Pattern, direct, ring, tree
+from raypipe.communication.shards import gather_loads, reduce_loads
 
 LEAST_GAIN = 1.05
 """How much quicker than the ring in the order of the members another pattern must be for a run to begin with it."""
-MOST_MESHED = 16
-"""Members that are all connected with each other; more have the ring in their order alone."""
 _ALL_ORDERS = 5
 """Of so many members or groups all orders are tried; of more, for each the one that goes on over the quickest link."""
 
@@ -68,6 +67,17 @@ def sum_time(pattern: Pattern, nodes: Sequence[Hashable], path: PathOf) -> SumTi
     return SumTime(_latency_s(pattern, path), s_per_byte)
 
 
+def reduce_time(pattern: Pattern, owners: tuple[int, ...], nodes: Sequence[Hashable], path: PathOf) -> SumTime:
+    """Return the seconds of a sum of which each of some members gets a part, each as much."""
+    s_per_byte = math.fsum(_phase_s(of_phase, nodes, path) for of_phase in reduce_loads(pattern, owners))
+    return SumTime(_latencies_s(pattern, path)[0], s_per_byte)
+
+
+def gather_time(pattern: Pattern, owners: tuple[int, ...], nodes: Sequence[Hashable], path: PathOf) -> SumTime:
+    """Return the seconds in which each of some members sends its part to all, each as much."""
+    return SumTime(_latencies_s(pattern, path)[1], _phase_s(gather_loads(pattern, owners), nodes, path))
+
+
 def ring_time(nodes: Sequence[Hashable], path: PathOf) -> SumTime:
     """Return `sum_time` of the ring in the order of the members, in less time."""
     num_members = len(nodes)
@@ -86,12 +96,23 @@ def ring_time(nodes: Sequence[Hashable], path: PathOf) -> SumTime:
 def _phase_s(loads: dict[Hop, float], nodes: Sequence[Hashable], path: PathOf) -> float:
     links: Counter[str] = Counter()
     senders: Counter[tuple[int, bool]] = Counter()
+    between: dict[tuple[Hashable, Hashable], Counter[str]] = {}
+    targets: dict[int, set[Hashable]] = {}
     for (source, target), part in loads.items():
-        between = path(source, target)
-        for name, bandwidth in between.resources:
+        way = path(source, target)
+        own = between.setdefault((nodes[source], nodes[target]), Counter())
+        for name, bandwidth in way.resources:
             links[name] += part / bandwidth  # type: ignore[assignment]
-        senders[source, nodes[source] == nodes[target]] += part / between.bandwidth_bytes_per_s  # type: ignore[assignment]
-    return max([*links.values(), *senders.values()], default=0.0)
+            own[name] += part / bandwidth  # type: ignore[assignment]
+        senders[source, nodes[source] == nodes[target]] += part / way.bandwidth_bytes_per_s  # type: ignore[assignment]
+        targets.setdefault(source, set()).add(nodes[target])
+    # Members of one node that send to several others take these in the same order: they share each wire in turn.
+    in_turn = {nodes[source] for source, reached in targets.items() if len(reached - {nodes[source]}) > 1}
+    nodes_s: Counter[Hashable] = Counter()
+    for (one, other), of_pair in between.items():
+        if one in in_turn and one != other:
+            nodes_s[one] += max(of_pair.values(), default=0.0)  # type: ignore[assignment]
+    return max([*links.values(), *senders.values(), *nodes_s.values()], default=0.0)
 
 
 def _latency_s(pattern: Pattern, path: PathOf) -> float:
@@ -110,6 +131,22 @@ def _latency_s(pattern: Pattern, path: PathOf) -> float:
             total_s[target] = total_s[source] + path(source, target).latency_s
         longest_s = max(longest_s, *total_s.values())
     return longest_s
+
+
+def _latencies_s(pattern: Pattern, path: PathOf) -> tuple[float, float]:
+    """Return the latencies on the longest way of shares, and of totals."""
+    if pattern.edges or pattern.num_members > MOST_MESHED:
+        half_s = _latency_s(pattern, path) / 2
+        return half_s, half_s
+    longest_s = [0.0, 0.0]
+    for route in pattern.routes:
+        shared_s, total_s = [0.0] * pattern.num_members, [0.0] * pattern.num_members
+        for source, target in route.shares:
+            shared_s[target] = max(shared_s[target], shared_s[source] + path(source, target).latency_s)
+        for source, target in route.totals:
+            total_s[target] = total_s[source] + path(source, target).latency_s
+        longest_s = [max(longest_s[0], *shared_s), max(longest_s[1], *total_s)]
+    return longest_s[0], longest_s[1]
 
 
 def _width_s(pattern: Pattern, path: PathOf) -> float:

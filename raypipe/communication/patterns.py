@@ -25,6 +25,9 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
+MOST_MESHED = 16
+"""Members that are all connected with each other; more have the ring in their order alone."""
+
 
 class Hop(NamedTuple):
     """A slice goes from one member to another, both by position among the members."""
@@ -116,17 +119,29 @@ class Pattern:
         if self.edges:
             outwards = self._outwards(beginner)
             return Route(beginner, tuple(Hop(target, source) for source, target in reversed(outwards)), tuple(outwards))
-        first = next(number for number, group in enumerate(self.groups) if beginner in group)
-        turn = self.groups[first].index(beginner)
-        groups = self.groups[first:] + self.groups[:first]
-        heads = [group[turn % len(group)] for group in groups]
-        within = [Hop(head, member) for group, head in zip(groups, heads, strict=True) for member in _behind(group, head)]
+        heads, within = self._heads(beginner)
         if self.direct:
             shares, totals = [Hop(head, beginner) for head in heads[1:]], [Hop(beginner, head) for head in heads[1:]]
         else:
             shares, totals = _chain(heads), _chain(heads[-1:] + heads[:-1])
         to_heads = [Hop(target, source) for source, target in within]
         return Route(beginner if self.direct else heads[-1], (*to_heads, *shares), (*totals, *within))
+
+    def _heads(self, beginner: int) -> tuple[list[int], list[Hop]]:
+        """Return the head of each group, in the order of the circle from a member on, and the hops from heads to their groups."""
+        first = next(number for number, group in enumerate(self.groups) if beginner in group)
+        turn = self.groups[first].index(beginner)
+        groups = self.groups[first:] + self.groups[:first]
+        heads = [group[turn % len(group)] for group in groups]
+        return heads, [Hop(head, member) for group, head in zip(groups, heads, strict=True) for member in _behind(group, head)]
+
+    def from_member(self, member: int) -> tuple[Hop, ...]:
+        """Return the tree along which what one member has goes to all others, each hop behind those that it depends on."""
+        if self.edges:
+            return tuple(self._outwards(member))
+        heads, within = self._heads(member)
+        across = [Hop(member, head) for head in heads[1:]] if self.direct else _chain(heads)
+        return (*across, *within)
 
     def _outwards(self, beginner: int) -> list[Hop]:
         hops: list[Hop] = []
@@ -141,7 +156,7 @@ class Pattern:
     def loads(self) -> tuple[dict[Hop, float], dict[Hop, float]]:
         """The part of the numbers that passes each hop, as shares and as totals."""
         num_slices = self.num_members
-        if self._is_ring:
+        if self.is_ring:
             order = [member for (member,) in self.groups]
             around = {Hop(*ends): (num_slices - 1) / num_slices for ends in zip(order, order[1:] + order[:1], strict=True)}
             return around, around
@@ -152,7 +167,7 @@ class Pattern:
     @cached_property
     def needs(self) -> dict[Hop, frozenset[int]]:
         """The members whose numbers pass each hop as shares."""
-        if self._is_ring:
+        if self.is_ring:
             everybody = frozenset(range(self.num_members))
             return {hop: everybody - {hop.target} for hop in self.loads[0]}
         needed: dict[Hop, set[int]] = {}
@@ -164,7 +179,13 @@ class Pattern:
         return {hop: frozenset(members) for hop, members in needed.items()}
 
     @property
-    def _is_ring(self) -> bool:
+    def ends_apart(self) -> bool:
+        """Whether the shares of each slice end at another member."""
+        return self.is_ring or len({route.owner for route in self.routes}) == self.num_members
+
+    @property
+    def is_ring(self) -> bool:
+        """Whether the pattern is a ring of all."""
         # Loads of a ring of hundreds of members are not counted hop by hop.
         return len(self.groups) == self.num_members and not self.direct and not self.edges
 
@@ -176,7 +197,7 @@ class Pattern:
     @property
     def additions(self) -> tuple[Any, ...]:
         """The order of additions in each slice: a member, or a pair of two such orders, whose own order does not matter."""
-        return tuple(map(_additions, self.routes))
+        return tuple(map(additions, self.routes))
 
 
 def ring(order: Iterable[int]) -> Pattern:
@@ -214,7 +235,8 @@ def _behind(group: Sequence[int], head: int) -> list[int]:
     return [*group[at + 1 :], *group[:at]]
 
 
-def _additions(route: Route) -> Any:
+def additions(route: Route) -> Any:
+    """Return the order of additions along a route; see `Pattern.additions`."""
     sums: dict[int, Any] = {}
     for source, target in route.shares:
         pair = (sums.get(target, target), sums.get(source, source))

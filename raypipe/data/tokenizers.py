@@ -9,6 +9,7 @@ from typing import Protocol
 
 import numpy as np
 
+from raypipe.artifacts.files import read_bytes
 from raypipe.data.tokens import bytes_of_token
 from raypipe.errors import ConfigError, FormatError, suggestion
 
@@ -65,13 +66,13 @@ class FileTokenizer:
         except ImportError as error:
             raise ConfigError("a tokenizer's file needs the library tokenizers: pip install 'raypipe[tokenizers]'") from error
         try:
-            content = Path(path).read_bytes()
+            content = read_bytes(path)
             self._tokenizer = tokenizers.Tokenizer.from_buffer(content)
             # The file may say that texts are cut or filled up to a length; a document is to keep all of its tokens and no others.
             self._tokenizer.no_truncation()
             self._tokenizer.no_padding()
-        except OSError as error:
-            raise FormatError(os.fspath(path), "", f"it cannot be read ({error.strerror})") from error
+        except FormatError:
+            raise
         except Exception as error:  # the library has no classes of its own for them
             raise FormatError(os.fspath(path), "", f"it is no tokenizer.json of the library tokenizers ({error})") from error
         vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)

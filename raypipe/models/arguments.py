@@ -7,6 +7,7 @@ import torch
 from raypipe.errors import ConfigError, UnknownNameError
 
 _FLOAT_TYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}
+_MOST_LAYERS = 100_000
 
 
 def float_type(name: str) -> torch.dtype:
@@ -17,7 +18,8 @@ def float_type(name: str) -> torch.dtype:
 
 
 def check_positive(**counts: int) -> None:
-    """Raise `ConfigError` unless each count is at least 1."""
+    """Raise `ConfigError` unless each count is from 1 to 2^31 - 1; `num_layers`, of which each is an object, to 100,000."""
     for name, count in counts.items():
-        if count < 1:
-            raise ConfigError(f"{name} must be at least 1, not {count}")
+        most = _MOST_LAYERS if name == "num_layers" else 2**31 - 1
+        if not 1 <= count <= most:
+            raise ConfigError(f"{name} must be at least 1 and at most {most}, not {count}")

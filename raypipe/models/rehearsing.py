@@ -10,12 +10,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx
 
+from raypipe.communication.patterns import slice_starts
 from raypipe.model import Layer, Model
 from raypipe.models.waiting import Entry, mean, sleep
 
@@ -31,6 +33,7 @@ class LayerWaits:
         input_grad_s: Seconds of I; B takes `input_grad_s + weight_grad_s`.
         num_parameters: Number of parameters whose gradients are summed over replicas.
         num_tied: Part of `num_parameters` that other stages share; equal on all stages of a tie.
+        num_weights: Number of weights, alike, that have most of the parameters.
     """
 
     forward_s: float
@@ -38,6 +41,7 @@ class LayerWaits:
     weight_grad_s: float
     num_parameters: int
     num_tied: int = 0
+    num_weights: int = 1
 
 
 def rehearsing(
@@ -134,7 +138,8 @@ class WaitingLayer(nn.Module):
         self.num_rows = num_rows
         self.weight = nn.Parameter(torch.zeros(1))
         num_others = waits.num_parameters - 1 - waits.num_tied
-        self.ballast = nn.Parameter(torch.zeros(num_others)) if num_others > 0 else None
+        starts = slice_starts(max(num_others, 0), waits.num_weights)
+        self.ballast = nn.ParameterList(torch.zeros(end - start) for start, end in pairwise(starts) if end > start)
         self.tied = nn.Parameter(torch.zeros(waits.num_tied)) if waits.num_tied else None
         self._zeros: dict[tuple[int, ...], Tensor] = {}
 
@@ -150,13 +155,13 @@ class WaitingLayer(nn.Module):
             waits.input_grad_s * part, self._of(rows, 1).detach(), lambda number: self._of(*shapes[number]).detach(), *inputs
         )
         weight: Tensor = _Wait.apply(  # type: ignore[no-untyped-call]
-            waits.weight_grad_s * part, self._of(1).detach(), partial(self._weight_gradient, self.ballast, self.tied), self.weight
+            waits.weight_grad_s * part, self._of(1).detach(), partial(self._weight_gradient, (*self.ballast, self.tied)), self.weight
         )
         return passed + weight
 
     @staticmethod
-    def _weight_gradient(ballast: Tensor | None, tied: Tensor | None, _: int) -> Tensor:
-        for weight in (ballast, tied):
+    def _weight_gradient(weights: Sequence[Tensor | None], _: int) -> Tensor:
+        for weight in weights:
             for hook in ((weight is not None and weight._post_accumulate_grad_hooks) or {}).values():
                 hook(weight)
         return torch.zeros(1)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 
 from raypipe.artifacts.topology import ClusterTopology, Link, Node, NodeLink, Overheads, SharedLink
 from raypipe.errors import RunError
@@ -22,14 +22,16 @@ def assemble(
     fits: Mapping[Pair, LinkFit],
     shared: Sequence[Bottleneck] = (),
     classes: Sequence[Hashable] = (),
+    missing: Collection[Pair] = (),
     overheads: Overheads | None = None,
 ) -> ClusterTopology:
     """Return the topology of measured nodes, or raise `RunError` if no link was measured.
 
-    Other pairs get the median of the links between their two classes of nodes, as the default link or as one of their own.
+    Other pairs get the median of the links between their two classes of nodes, as the default link or as one of their own; `missing`
+    pairs, lower number first, get none. A default link would give them one: where some are missing, all others have links of their own.
     """
     num_nodes = len(nodes)
-    pairs = [(a, b) for a in range(num_nodes) for b in range(num_nodes) if a != b]
+    pairs = [(a, b) for a in range(num_nodes) for b in range(num_nodes) if a != b and (min(a, b), max(a, b)) not in missing]
     default: NodeLink | None = None
     figures = {pair: (fit.latency_s, fit.bandwidth_bytes_per_s) for pair, fit in fits.items()}
     if len(figures) < len(pairs):
@@ -37,10 +39,11 @@ def assemble(
         everywhere = tuple(map(statistics.median, zip(*figures.values(), strict=True)))
         if not everywhere:
             raise RunError("no link between two nodes was measured; probe again with a larger budget")
-        default = NodeLink(latency_s=everywhere[0], bandwidth_bytes_per_s=everywhere[1])
+        if not missing:
+            default = NodeLink(latency_s=everywhere[0], bandwidth_bytes_per_s=everywhere[1])
         for a, b in pairs:
             like = of_classes.get((classes[a], classes[b]), everywhere)
-            if (a, b) not in figures and not all(map(_alike, like, everywhere)):
+            if (a, b) not in figures and (missing or not all(map(_alike, like, everywhere))):
                 figures[a, b] = (like[0], like[1])
     return ClusterTopology(
         name=name,

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from raypipe.communication.buckets import num_buckets
 from raypipe.planning.layout import Layout
 from raypipe.planning.problem import Devices, Floats, Problem
+from raypipe.planning.shared_wires import CopiedStage, SharedWires
 
 _WorkerRows = tuple[Devices, Sequence[int]]  # Devices of a worker, and the rows of each.
 
@@ -78,6 +79,14 @@ class Estimator:
     _channels: dict[tuple[Devices, Devices], Channel] = field(default_factory=dict, repr=False)
     _vectors: dict[tuple[int, int], float] = field(default_factory=dict, repr=False)
     _stages: dict[tuple[Devices, int, int], StageSeconds] = field(default_factory=dict, repr=False)
+
+    @cached_property
+    def _wires(self) -> SharedWires:
+        return SharedWires(self.problem)
+
+    @cached_property
+    def _wires_are_shared(self) -> bool:
+        return self._wires.can_be_shared()
 
     def channel(self, source: Devices, target: Devices) -> Channel:
         """Return the cost of messages from one worker to another."""
@@ -256,7 +265,8 @@ class Estimator:
                 for link, s_per_byte in channel.loads:
                     first, busy_s = links.get(link, (n, 0.0))
                     links[link] = (first, busy_s + num_bytes * s_per_byte)
-        heads, tails = [0.0], [stages[0][2]]
+        late_s, sums = self._shared_sums(layout, stages, back)
+        heads, tails = [0.0], [max(stages[0][2], late_s)]
         for n in range(1, num_stages):
             heads.append(heads[-1] + stages[n - 1][0] + forth[n - 1][1])
             tails.append(max(stages[n][2], back[n - 1][1] + stages[n - 1][1] + tails[-1]))
@@ -279,7 +289,25 @@ class Estimator:
             longest = max(longest, heads[n] + max(num_microbatches * (forward_s + backward_s), turns * round_trip) + tails[n])
         for first, busy_s in links.values():
             longest = max(longest, heads[first] + stages[first][0] + num_microbatches * busy_s + stages[first][1] + tails[first])
+        for link, sums_s in sums.items():
+            first, busy_s = links.get(link, (0, 0.0))
+            longest = max(longest, heads[first] + stages[first][0] + num_microbatches * busy_s + sums_s)
         return longest
+
+    def _shared_sums(
+        self, layout: Layout, stages: Sequence[StageSeconds], back: Sequence[tuple[float, float]]
+    ) -> tuple[float, dict[str, float]]:
+        """Return the seconds by which sums on shared wires end behind the first stage's last backward, and how long they keep each wire."""
+        if not self._wires_are_shared or not layout.has_copies:
+            return 0.0, {}
+        copied: list[CopiedStage] = []
+        end_s = 0.0
+        for n, group in enumerate(layout.workers):
+            if n:
+                end_s -= back[n - 1][1] + stages[n - 1][1]
+            if len(group) > 1:
+                copied.append(CopiedStage(group, layout.cuts[n], layout.cuts[n + 1], end_s, stages[n][1]))
+        return self._wires.last_end_s(copied) if len(copied) > 1 else 0.0, self._wires.busy_s(copied)
 
 
 def _merged_overlaps(problem: Problem, source: _WorkerRows, target: _WorkerRows) -> list[tuple[int, int, int]]:

@@ -19,7 +19,7 @@ from raypipe.schedule_registry import overlaps
 from raypipe.schedules.ir import Schedule
 from raypipe.schedules.lower import lower
 from raypipe.simulation.compiled import CompiledOrder
-from raypipe.simulation.plan_cost import layout_cost, published_copies, stage_buckets, weight_versions
+from raypipe.simulation.plan_cost import layout_cost, stage_buckets, stepped_shares, weight_versions
 from raypipe.simulation.simulator import Timing, time_order
 
 
@@ -174,7 +174,7 @@ class LayoutEvaluator:
             weight_versions=weight_versions(schedule, workers),
             state_bytes_per_parameter_byte=problem.state_bytes_per_parameter_byte,
             recomputed=layout.recomputed or (),
-            published=published_copies(schedule),
+            stepped=stepped_shares(schedule, workers),
             patterns=self.patterns,
         )
         timing = time_order(order, cost)

@@ -42,11 +42,12 @@ def _helps(evaluator: LayoutEvaluator, lacking: Evaluation) -> Iterator[str]:
         if again is not None and again.missing_bytes < lacking.missing_bytes:
             yield f"running forwards again (--recompute) {_left(again)}"
     schedule = evaluator.schedule(layout)
-    sharded = shard_optimizer(schedule)
+    workers = layout.placement(problem)
+    sharded = shard_optimizer(schedule, replicated_workers=workers.replicated_workers if workers else ())
     if sharded is not schedule:
         shared = evaluator.simulate_order(layout, sharded)
         if shared.missing_bytes < lacking.missing_bytes:
-            yield f"one optimizer state for all copies of a stage (scaling.shard_optimizer) {_left(shared)}"
+            yield f"an optimizer whose state the copies of a stage divide (scaling.shard_optimizer) {_left(shared)}"
     if problem.profile.loss_couples_rows:
         return
     fewest: str | None = None

@@ -5,6 +5,7 @@ The rule of `communication.buckets`, on arrays: what the simulator sees of a sta
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 
 import numpy as np
@@ -60,6 +61,12 @@ class LateSums:
         """Return the same for one run of layers."""
         ends_s = self.complete[:, first, end] * backward_s + self.left[:, first, end] * sum_s
         return float(ends_s.max()) - backward_s
+
+    def buckets_of(self, first: int, end: int) -> list[tuple[float, float]]:
+        """Return for each bucket of one run of layers the share of the backward after which it is complete, and its share of the bytes."""
+        left = [*self.left[:, first, end].tolist(), 0.0]
+        shares = [here - behind for here, behind in itertools.pairwise(left)]
+        return [pair for pair in zip(self.complete[:, first, end].tolist(), shares, strict=True) if pair[1] > 0]
 
 
 def _closes(trained_bytes: Floats, first: Integers, end: Integers) -> Integers:

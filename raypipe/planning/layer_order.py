@@ -1,7 +1,9 @@
 """Lists of a model's layers that depend on its graph alone, so that no plan depends on how the list interleaves branches.
 
-Planners cut a list of layers into stages. A chain has one list. A model with branches has many, all in topological order; two are tried:
-its branches one behind the other, and all layers by the work from them to the end. Longest paths to the end come first in both.
+Planners cut a list of layers into stages. A chain has one list. A graph has many, all in topological order; two are tried. One has few
+bytes that cross its places. Of three it is the one with the fewest: branches behind each other by the work from them to the end; from the
+outputs back to what they need; step by step so that the fewest bytes are left to hand over. With skips and joins, a list by work would
+carry tensors along that it could hand over at once. In the other list, all layers stand by the work from them to the end.
 """
 
 from __future__ import annotations
@@ -10,6 +12,9 @@ import itertools
 from collections.abc import Iterator
 from dataclasses import replace
 
+import networkx as nx
+
+from raypipe.artifacts.profile import ModelProfile
 from raypipe.planning.branch_placement import Layers
 from raypipe.planning.problem import Problem
 
@@ -17,11 +22,46 @@ _STEPS = 50  # Lengths of paths to the end that are told apart.
 
 
 def canonical(problem: Problem) -> tuple[Problem, Layers]:
-    """Return the problem with its branches one behind the other, and the former number of each layer."""
+    """Return the problem with its layers listed so that few bytes cross from each to those behind it, and the former number of each."""
     if _has_one_list(problem):
         return problem, tuple(range(problem.num_layers))
-    layers = _listed_by_work(problem, follow_branches=True)
-    return listed(problem, layers), layers
+    by_work = _listed_by_work(problem, follow_branches=True)
+    candidates = (by_work, depth_first(problem.profile, by_name=True), _fewest_bytes_first(problem.profile))
+    found = [(listed(problem, layers), layers) for layers in candidates]
+    return min(found, key=lambda one: float(one[0].crossing_bytes.sum()))
+
+
+def depth_first(profile: ModelProfile, *, by_name: bool = False) -> Layers:
+    """Return the layers from the outputs back, the longer path before the shorter; of equal ones, by number or `by_name`.
+
+    A branch ends before the next begins, a layer without inputs comes right before its consumer, one without consumers right after its
+    producer. No tensor crosses a place that it need not. In a model that begins with one layer, the places that one tensor crosses are the
+    same in any order: those of its dominators.
+    """
+    producers: list[set[int]] = [set() for _ in profile.layers]
+    for producer, consumer, _ in profile.edges():
+        producers[consumer].add(producer)
+    # For each layer, the set of its ancestors as bits.
+    before: list[int] = []
+    for of_layer in producers:
+        ancestors = 0
+        for producer in of_layer:
+            ancestors |= before[producer] | 1 << producer
+        before.append(ancestors)
+
+    def rank(layer: int) -> tuple[int, str, int]:
+        return before[layer].bit_count(), profile.layers[layer].name if by_name else "", layer
+
+    consumed = {producer for of_layer in producers for producer in of_layer}
+    outputs = sorted((layer for layer in range(profile.num_layers) if layer not in consumed), key=rank)
+    # Edges lead backwards, and are walked in the order of insertion; of several outputs, the one with the fewest ancestors is first.
+    graph: nx.DiGraph[int] = nx.DiGraph()
+    start = profile.num_layers
+    graph.add_edges_from((start, layer) for layer in outputs)
+    for layer, of_layer in enumerate(producers):
+        by_path = sorted(of_layer, key=lambda other: (-before[other].bit_count(), *rank(other)[1:]))
+        graph.add_edges_from((layer, producer) for producer in by_path)
+    return tuple(layer for layer in nx.dfs_postorder_nodes(graph, start) if layer != start)
 
 
 def lists(problem: Problem) -> Iterator[Layers]:
@@ -32,6 +72,36 @@ def lists(problem: Problem) -> Iterator[Layers]:
         interleaved = _listed_by_work(problem, follow_branches=False)
         if interleaved != own:
             yield interleaved
+
+
+def _fewest_bytes_first(profile: ModelProfile) -> Layers:
+    """Return the list in which the next layer is the one behind which the fewest bytes wait for others; of equal ones, by name."""
+    sources: list[set[int]] = [set() for _ in profile.layers]
+    readers: list[set[int]] = [set() for _ in profile.layers]
+    num_bytes = [0] * profile.num_layers
+    for producer, consumer, of_edge in profile.edges():
+        sources[consumer].add(producer)
+        readers[producer].add(consumer)
+        num_bytes[producer] = max(num_bytes[producer], of_edge)
+    left = [len(of_layer) for of_layer in sources]
+    ready = {layer for layer, count in enumerate(left) if not count}
+    found: list[int] = []
+
+    def rank(layer: int) -> tuple[int, str]:
+        freed = sum(num_bytes[source] for source in sources[layer] if readers[source] == {layer})
+        return (num_bytes[layer] if readers[layer] else 0) - freed, profile.layers[layer].name
+
+    while ready:
+        layer = min(ready, key=rank)
+        ready.remove(layer)
+        found.append(layer)
+        for source in sources[layer]:
+            readers[source].discard(layer)
+        for reader in tuple(readers[layer]):
+            left[reader] -= 1
+            if not left[reader]:
+                ready.add(reader)
+    return tuple(found)
 
 
 def _has_one_list(problem: Problem) -> bool:

@@ -16,7 +16,8 @@ import numpy.typing as npt
 
 from raypipe.artifacts.profile import ModelProfile
 from raypipe.artifacts.topology import ClusterTopology, Overheads, Path
-from raypipe.communication.pattern_choice import LEAST_GAIN, MOST_MESHED, SumTime, ring_time, sum_times
+from raypipe.communication.pattern_choice import LEAST_GAIN, SumTime, ring_time, sum_times
+from raypipe.communication.patterns import MOST_MESHED
 from raypipe.errors import PlanError
 from raypipe.planning.late_sums import LateSums
 from raypipe.schedules.ir import UpdateScope
@@ -26,6 +27,8 @@ from raypipe.simulation.plan_cost import STATE_BYTES_PER_PARAMETER_BYTE
 Floats = npt.NDArray[np.float64]
 
 Devices = tuple[int, ...]  # Devices of one worker, in the order of their rows and of the ring that sums their gradients.
+
+_MOST_OPS = 20_000_000
 
 
 @dataclass(frozen=True)
@@ -39,7 +42,7 @@ class Problem:
         update_scope: What updates wait for; `None` for each schedule's default.
 
     Raises:
-        PlanError: A count is below 1, or a limit below 0.
+        PlanError: A count is below 1 or too large to plan, or a limit below 0.
     """
 
     profile: ModelProfile
@@ -61,6 +64,11 @@ class Problem:
         for name in ("num_microbatches", "microbatch_size", "updates_per_window"):
             if getattr(self, name) < 1:
                 raise PlanError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if (num_ops := 2 * self.num_devices * self.num_microbatches) > _MOST_OPS:
+            raise PlanError(
+                f"{self.num_microbatches} microbatches on {self.num_devices} devices are {num_ops} forwards and backwards an update, too "
+                f"many to plan; the limit is {_MOST_OPS}. Use fewer and larger microbatches"
+            )
         for name in ("max_staleness", "max_mismatch", "max_mean_staleness"):
             if not (getattr(self, name) or 0) >= 0:
                 raise PlanError(f"{name} must be at least 0, got {getattr(self, name)}")

@@ -1,5 +1,6 @@
 """The pattern of each sum of a run: chosen when the run begins, and chosen anew between windows as its links change.
 
+divided   sums of copies that divide an optimizer's state keep their pattern
 exact     a run whose sums must keep their bits changes between a ring and the direct exchange that adds in its order, no more
 gain      another pattern must be predicted quicker by `LEAST_GAIN`
 twice     unless the gain is large, two consecutive windows must say so
@@ -11,8 +12,9 @@ from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass
 
 from raypipe.artifacts.topology import ClusterTopology, Path
-from raypipe.communication.pattern_choice import MOST_MESHED, best_pattern, sum_time
-from raypipe.communication.patterns import Pattern
+from raypipe.communication.pattern_choice import best_pattern, sum_time
+from raypipe.communication.patterns import MOST_MESHED, Pattern
+from raypipe.schedules.collectives import Start
 from raypipe.schedules.lower import DeviceProgram
 from raypipe.simulation.cost import Cost
 
@@ -60,7 +62,10 @@ class SumPatterns:
         self.patterns = {members: cost.pattern(collective) for members, collective in largest.items()}
         self.patterns |= cost.trees(programs)
         self.exact = exact
-        self._num_bytes = {members: cost.collective_bytes(collective) for members, collective in largest.items()}
+        # Who owns which weights goes by the pattern with which a run begins: with another one, sums would go further to their owners.
+        started = (item.collective for program in programs for item in program.items if isinstance(item, Start))
+        divided = {collective.devices for collective in started if collective.owners}
+        self._num_bytes = {members: cost.collective_bytes(largest[members]) for members in largest if members not in divided}
         self._devices = cost.devices
         self._pending: set[Members] = set()
 

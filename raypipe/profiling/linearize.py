@@ -14,6 +14,7 @@ import networkx as nx
 
 from raypipe.artifacts.profile import LayerProfile, LayerTimes, ModelProfile, held_once, most_working_bytes
 from raypipe.errors import InputError
+from raypipe.planning.layer_order import depth_first
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,7 @@ def linearize(profile: ModelProfile, *, max_tensors: int | None = 1) -> Chain:
     """
     if max_tensors is not None and max_tensors < 1:
         raise InputError(f"max_tensors: expected at least 1 tensor to cross a cut point, got {max_tensors}")
-    order = _order(profile)
+    order = depth_first(profile)
     num_tensors, num_bytes = _crossings(profile, order)
     ends = [place for place, number in enumerate(num_tensors) if max_tensors is None or number <= max_tensors]
     ends = _useful([_costs(profile, layer) for layer in order], ends, num_bytes)
@@ -81,31 +82,6 @@ def linearize(profile: ModelProfile, *, max_tensors: int | None = 1) -> Chain:
         members=members,
         num_tensors=tuple(num_tensors[end] for end in ends),
     )
-
-
-def _order(profile: ModelProfile) -> list[int]:
-    # Depth first from the outputs back, the longer path before the shorter: a branch ends before the next begins, a layer without inputs
-    # comes right before its consumer, one without consumers right after its producer. No tensor crosses a place that it need not.
-    # In a model that begins with one layer, the cut points with one tensor are its dominators, in any order.
-    producers: list[set[int]] = [set() for _ in profile.layers]
-    for producer, consumer, _ in profile.edges():
-        producers[consumer].add(producer)
-    # For each layer, the set of its ancestors as bits.
-    before: list[int] = []
-    for of_layer in producers:
-        ancestors = 0
-        for producer in of_layer:
-            ancestors |= before[producer] | 1 << producer
-        before.append(ancestors)
-    consumed = {producer for of_layer in producers for producer in of_layer}
-    outputs = sorted((layer for layer in range(profile.num_layers) if layer not in consumed), key=lambda layer: before[layer].bit_count())
-    # Edges lead backwards, and are walked in the order of insertion; of several outputs, the one with the fewest ancestors is first.
-    graph: nx.DiGraph[int] = nx.DiGraph()
-    start = profile.num_layers
-    graph.add_edges_from((start, layer) for layer in outputs)
-    for layer, of_layer in enumerate(producers):
-        graph.add_edges_from((layer, producer) for producer in sorted(of_layer, key=lambda other: (-before[other].bit_count(), other)))
-    return [layer for layer in nx.dfs_postorder_nodes(graph, start) if layer != start]
 
 
 def _crossings(profile: ModelProfile, order: Sequence[int]) -> tuple[list[int], list[int]]:

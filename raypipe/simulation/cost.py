@@ -13,9 +13,10 @@ from typing import NamedTuple
 
 from raypipe.artifacts.topology import Overheads, Path
 from raypipe.communication.buckets import buckets
-from raypipe.communication.pattern_choice import SumTime, exchange_s, sum_pattern, sum_time
+from raypipe.communication.pattern_choice import SumTime, exchange_s, gather_time, reduce_time, sum_pattern, sum_time
 from raypipe.communication.patterns import Pattern
 from raypipe.communication.policy import Communication
+from raypipe.communication.shards import Loads, gather_loads, reduce_loads
 from raypipe.errors import NoLinkError
 from raypipe.schedules.collectives import Collective, CollectiveKind, Start
 from raypipe.schedules.ir import Op, OpKind
@@ -50,6 +51,7 @@ class StageCost:
         kept_bytes: Part of `saved_bytes` that is held from F to R; `None` where there is no R.
         gradient_bytes: Gradients of the weights, held from the first backward of an update to its U.
         untouched_bytes: Part of the gradients that replicas do not sum: rows that no microbatch of an update looks up.
+        shared_bytes: Part of the trained weights that other stages share; all of several owners step it.
         working_bytes: Bytes beyond `saved_bytes` while F, B, W or R runs.
         layers: The layers, in order; where left out, buckets are alike.
     """
@@ -66,6 +68,7 @@ class StageCost:
     kept_bytes: int | None = None
     gradient_bytes: int = 0
     untouched_bytes: int = 0
+    shared_bytes: int = 0
     working_bytes: int = 0
     input_grad_working_bytes: int = 0
     frozen_bytes: int = 0
@@ -74,7 +77,7 @@ class StageCost:
 
     @property
     def trained_bytes(self) -> int:
-        """Bytes that the replicas of a stage publish."""
+        """Bytes of the weights that are stepped."""
         return self.parameter_bytes - self.frozen_bytes
 
     @property
@@ -193,7 +196,25 @@ class Cost:
         stage = self.stages[collective.devices[0], collective.stage]
         if collective.kind is CollectiveKind.GRADIENTS:
             return stage.bucket_bytes(collective.part, collective.num_parts)
-        return stage.trained_bytes
+        return stage.trained_bytes - (stage.shared_bytes if len(collective.owners) == len(collective.devices) else 0)
+
+    def loads(self, collective: Collective) -> tuple[Loads, Loads]:
+        """Return which part of a collective's bytes passes each hop as shares, and then as totals; hops by position of the members."""
+        pattern, owners = self.pattern(collective), self.owners(collective)
+        if not owners:
+            return pattern.loads
+        if collective.kind is CollectiveKind.WEIGHTS:
+            return {}, gather_loads(pattern, owners)
+        shares, totals = reduce_loads(pattern, owners)
+        stage = self.stages[collective.devices[0], collective.stage]
+        if stage.shared_bytes:  # all owners need the sums of these
+            part = min(stage.shared_bytes / max(stage.summed_bytes, 1), 1.0)
+            totals = {hop: totals.get(hop, 0.0) + part * pattern.loads[1].get(hop, 0.0) for hop in {**totals, **pattern.loads[1]}}
+        return shares, totals
+
+    def owners(self, collective: Collective) -> tuple[int, ...]:
+        """Return the positions of a collective's owners among its members."""
+        return tuple(map(collective.devices.index, collective.owners))
 
     def ready(self, device: int, op: Op, num_buckets: int) -> list[float]:
         """Return at which share of a B or W each bucket of its stage's gradients is complete."""
@@ -210,7 +231,7 @@ class Cost:
         return self.patterns.get(members) or sum_pattern(self._nodes(members), self._path_of(members), self.collective_bytes(collective))
 
     def largest_sums(self, programs: Iterable[DeviceProgram]) -> dict[tuple[int, ...], Collective]:
-        """Return of each set of members the largest sum that they start in some programs; none for norms alone."""
+        """Return of each set of members the largest collective that they start in some programs; none for norms alone."""
         largest: dict[tuple[int, ...], Collective] = {}
         for collective in (item.collective for program in programs for item in program.items if isinstance(item, Start)):
             known = largest.get(collective.devices)
@@ -247,8 +268,11 @@ class Cost:
         return self._sum_time(collective).latency_s
 
     def _sum_time(self, collective: Collective) -> SumTime:
-        members = collective.devices
-        return sum_time(self.pattern(collective), self._nodes(members), self._path_of(members))
+        members, owners, pattern = collective.devices, self.owners(collective), self.pattern(collective)
+        nodes, path = self._nodes(members), self._path_of(members)
+        if not owners:
+            return sum_time(pattern, nodes, path)
+        return (gather_time if collective.kind is CollectiveKind.WEIGHTS else reduce_time)(pattern, owners, nodes, path)
 
     def node(self, device: int) -> Hashable:
         """Return what stands for the node of a device."""

@@ -61,7 +61,7 @@ def plan_cost(plan: Plan, *, state_bytes_per_parameter_byte: float = STATE_BYTES
         weight_versions=weight_versions(plan.schedule, plan.placement),
         recomputed=recomputed_stages(plan.schedule),
         state_bytes_per_parameter_byte=state_bytes_per_parameter_byte,
-        published=published_copies(plan.schedule),
+        stepped=stepped_shares(plan.schedule, plan.placement),
     )
 
 
@@ -78,13 +78,14 @@ def layout_cost(
     weight_versions: Mapping[int, float] | None = None,
     state_bytes_per_parameter_byte: float = STATE_BYTES_PER_PARAMETER_BYTE,
     recomputed: Collection[int] = (),
-    published: Collection[StageReplica] = (),
+    stepped: Mapping[StageReplica, float] | None = None,
     patterns: Mapping[tuple[int, ...], Pattern] | None = None,
 ) -> Cost:
     """Return the cost of stages placed on devices, whatever the order of Ops.
 
-    `pipelines` has the worker of each stage, `placement` numbers devices as `devices` does, an update has `num_microbatches`, `published`
-    replicas hold no optimizer state, and of `recomputed` stages only the inputs are kept. Sums go by `patterns`, as `Cost` has them.
+    `pipelines` has the worker of each stage, `placement` numbers devices as `devices` does, an update has `num_microbatches`, each device
+    of a replica steps a part of the weights (`stepped_shares`), and of `recomputed` stages only the inputs are kept. Sums go by
+    `patterns`, as `Cost` has them.
     """
     number = {name: position for position, name in enumerate(devices)}
     scale = microbatch_size / profile.microbatch_size
@@ -93,12 +94,17 @@ def layout_cost(
     for (_, target), num_bytes in edge_bytes.items():
         input_bytes[target] += num_bytes
     stages: dict[tuple[int, int], StageCost] = {}
+    optimizer_bytes = state_bytes_per_parameter_byte - GRADIENT_BYTES_PER_PARAMETER_BYTE
+    shared_bytes: Counter[int] = Counter()
+    for tie in cut.parted_ties:
+        for stage in {cut.stage_of[layer] for layer in cut.ties[tie]}:
+            shared_bytes[stage] += max(profile.layers[layer].shared_bytes for layer in cut.ties[tie])
     for workers in pipelines:
         for stage, worker in enumerate(workers):
-            optimizer_bytes = state_bytes_per_parameter_byte - GRADIENT_BYTES_PER_PARAMETER_BYTE
-            state = 0.0 if StageReplica(worker, stage) in published else optimizer_bytes
+            share = (stepped or {}).get(StageReplica(worker, stage), 1.0)
             for device, _ in placement.workers[worker]:
-                cost = _stage_cost(profile, cut.stages[stage], topology.device(devices[device]), scale, num_microbatches, state)
+                at = topology.device(devices[device])
+                cost = _stage_cost(profile, cut.stages[stage], at, scale, num_microbatches, optimizer_bytes, share, shared_bytes[stage])
                 stages[device, stage] = replace(cost, kept_bytes=input_bytes[stage]) if stage in recomputed else cost
     shared = []
     for node in topology.nodes:
@@ -156,13 +162,15 @@ def tied_bytes(profile: ModelProfile, cut: Cut) -> dict[int, int]:
     return sizes
 
 
-def published_copies(schedule: Schedule) -> frozenset[StageReplica]:
-    """Return the stage replicas that receive new weights and make none."""
-    holders: dict[OpKind, set[StageReplica]] = {OpKind.UPDATE: set(), OpKind.PUBLISH: set()}
-    for op, _ in schedule.ops():
-        if op.kind in holders:
-            holders[op.kind].add(schedule.replica(op))
-    return frozenset(holders[OpKind.PUBLISH] - holders[OpKind.UPDATE])
+def stepped_shares(schedule: Schedule, placement: Placement) -> dict[StageReplica, float]:
+    """Return which part of a stage's weights each device of a replica steps, where copies divide them; the others step all."""
+    shares: dict[StageReplica, float] = {}
+    stepping = {schedule.replica(op) for op in schedule.places if op.kind is OpKind.UPDATE}
+    for stage in schedule.published_stages:
+        owners = [replica for replica in schedule.replicas[stage] if replica in stepping]
+        num_devices = sum(len(placement.workers[owner.worker]) for owner in owners)
+        shares |= {replica: 1 / num_devices if replica in stepping else 0.0 for replica in schedule.replicas[stage]}
+    return shares
 
 
 def weight_versions(schedule: Schedule, placement: Placement) -> dict[int, float]:
@@ -189,11 +197,16 @@ def _stage_cost(
     scale: float,
     num_microbatches: int,
     state_bytes_per_parameter_byte: float,
+    stepped_share: float,
+    shared_bytes: int,
 ) -> StageCost:
     times = profile.for_kind(device.kind)
     profiles = [profile.layers[layer] for layer in layers]
     held = held_once(profiles)
     trained_bytes = sum(layer.trained_bytes for layer in held)
+    # Weights that stages share are stepped by all who step anything.
+    of_all = min(shared_bytes / trained_bytes, 1.0) if trained_bytes else 0.0
+    stepped = stepped_share + (1 - stepped_share) * of_all if stepped_share else 0.0
     factor, seconds = scale / device.speed, LayerTimes.of(times[layer] for layer in layers)
     return StageCost(
         forward_s=seconds.forward_s * factor,
@@ -201,6 +214,7 @@ def _stage_cost(
         weight_grad_s=seconds.weight_grad_s * factor,
         split_s=(seconds.split_s or 0.0) * factor,
         update_s=sum((layer.update_s or 0.0) * _slowdown(times[number], layer) for number, layer in zip(layers, held, strict=True))
+        * stepped
         / device.speed,
         saved_bytes=round(sum(layer.saved_bytes for layer in profiles) * scale),
         weight_grad_saved_bytes=round(
@@ -208,10 +222,11 @@ def _stage_cost(
         ),
         parameter_bytes=sum(layer.parameter_bytes for layer in held),
         frozen_bytes=sum(layer.frozen_bytes or 0 for layer in held),
-        state_bytes=round(trained_bytes * state_bytes_per_parameter_byte),
+        state_bytes=round(trained_bytes * state_bytes_per_parameter_byte * stepped),
         low_precision_bytes=sum(layer.low_precision_bytes or 0 for layer in held),
         gradient_bytes=round(trained_bytes * GRADIENT_BYTES_PER_PARAMETER_BYTE),
         untouched_bytes=sum(layer.untouched_bytes(num_microbatches * scale) for layer in held),
+        shared_bytes=min(shared_bytes, trained_bytes),
         working_bytes=round(most_working_bytes(profiles) * scale),
         # Autograd keeps the whole graph while the gradients from which W starts pile up.
         input_grad_working_bytes=round(sum(layer.input_grad_working_bytes or 0 for layer in profiles) * scale),

@@ -11,6 +11,7 @@ from typing import NamedTuple, Self
 from raypipe.artifacts.topology import Path
 from raypipe.communication.patterns import Hop
 from raypipe.communication.policy import Traffic
+from raypipe.communication.shards import gather_needs
 from raypipe.communication.ways import ways
 from raypipe.schedules.collectives import Collective
 from raypipe.simulation.compiled import CompiledOrder
@@ -49,7 +50,7 @@ class _Hop(NamedTuple):
 
 @dataclass
 class _Sum:
-    # First all shares pass, then all totals: of `phases`, those that have not begun.
+    # First all shares pass, then all totals, if there are both: of `phases`, those that have not begun.
     collective: Collective
     phases: list[list[_Hop]]
     latency_s: float
@@ -63,8 +64,9 @@ class _Sum:
 
 
 def _sum_of(collective: Collective, cost: Cost) -> _Sum:
-    members, pattern, num_bytes = collective.devices, cost.pattern(collective), cost.collective_bytes(collective)
-    needs = pattern.needs
+    members, num_bytes = collective.devices, cost.collective_bytes(collective)
+    shares, totals = cost.loads(collective)
+    pattern = cost.pattern(collective)
 
     def hops(loads: Mapping[Hop, float], needed: Callable[[Hop], Iterable[int]]) -> list[_Hop]:
         found: list[_Hop] = []
@@ -79,8 +81,11 @@ def _sum_of(collective: Collective, cost: Cost) -> _Sum:
             found.append(_Hop(source, target, cost.link(source, target), part * num_bytes, of_devices, takes_turns))
         return found
 
-    shares, totals = pattern.loads
-    phases = [hops(shares, needs.__getitem__), hops(totals, lambda _: range(len(members)))]
+    phases = [hops(shares, pattern.needs.__getitem__)] if shares else []
+    if shares and totals:
+        phases.append(hops(totals, lambda _: range(len(members))))
+    elif totals:
+        phases.append(hops(totals, gather_needs(pattern, cost.owners(collective)).__getitem__))
     return _Sum(collective, phases, cost.sum_latency_s(collective), {})
 
 

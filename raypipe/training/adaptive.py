@@ -147,24 +147,48 @@ class AdaptiveStrategy(Strategy):
             profile = measure(num_measuring_devices(coordinator, scaling))
             topology = run_topology(self.config, coordinator, notice, num_devices=scaling.num_devices)
             self._launched = tuple(device.name for device in topology.devices)[: scaling.num_devices]
-        topology = topology.only(self._launched)
-        # A plan's profile may be older than what the model says.
-        profile = dataclasses.replace(profile, loss_couples_rows=self.model.loss_couples_rows or None)
-        self._follow_links(coordinator, topology, notice)
-        self._speeds = ObservedSpeeds(profile)
-        self.policy = self._policy(profile, topology)
+        self._observe(coordinator, profile, topology.only(self._launched), notice)
         if self.start is not None:
             self._choice = self._starting_choice = _choice_of(self.plan, self.policy, max_in_flight=self.config.schedule.max_in_flight)
             self.policy.adopt(self._choice)
             self._expected = self._expect()
             return
+        self._choose(notice)
+        coordinator.actors.assign(self.devices, self.stages)
+
+    def prepare_without(self, coordinator: Coordinator, topology: ClusterTopology, *, lost: Collection[int], notice: Notice) -> None:
+        """Choose for a run that has lost the devices in some slots, by number, in place of the strategy it started with.
+
+        `topology` is that of the run's plan, perhaps with fewer links.
+
+        Raises:
+            PlanError: The model does not fit the devices that are left.
+        """
+        assert self.start is not None, "a run that has lost a device has a strategy"
+        self._launched = self.start.launched
+        left = [name for number, name in enumerate(self._launched) if number not in lost]
+        self._observe(coordinator, self.start.plan.profile, topology.only(left), notice)
+        self._choose(notice)
+
+    def _observe(self, coordinator: Coordinator, profile: ModelProfile, topology: ClusterTopology, notice: Notice) -> None:
+        # A plan's profile may be older than what the model says.
+        profile = dataclasses.replace(profile, loss_couples_rows=self.model.loss_couples_rows or None)
+        self._follow_links(coordinator, topology, notice)
+        self._speeds = ObservedSpeeds(profile)
+        self.policy = self._policy(profile, topology)
+
+    def _choose(self, notice: Notice) -> None:
         notice("choosing stages, schedule and devices")
         choice = self.policy.choose()
         self.adopt(choice)
         if self.config.optimizer.max_grad_norm is not None:
             self.policy.keep_scope(self.schedule.update_scope)
-        coordinator.actors.assign(self.devices, self.stages)
         notice(f"chosen: {choice.layout}, {choice.num_microbatches} microbatches of {choice.microbatch_size} rows")
+
+    @property
+    def launched(self) -> tuple[str, ...]:
+        """See `Strategy`."""
+        return self._launched
 
     @property
     def devices(self) -> list[int]:
@@ -196,7 +220,8 @@ class AdaptiveStrategy(Strategy):
             self.schedules = dict(self.start.schedules)
         else:
             schedules = {size: layout_schedule(evaluator.problem, choice.layout, num_updates=size) for size in self.window_sizes}
-            self.schedules = {size: sharded(self.config, schedule) for size, schedule in schedules.items()}
+            replicated = plan.placement.replicated_workers
+            self.schedules = {size: sharded(self.config, schedule, replicated) for size, schedule in schedules.items()}
         self.placement = plan.placement
         self.__dict__.pop("cut", None)  # cached of the plan before
         self._predict(dataclasses.replace(plan, schedule=self.schedule))
@@ -225,7 +250,13 @@ class AdaptiveStrategy(Strategy):
         return self.policy.after_window(self.state, update_s=result.trace.makespan_s / result.num_updates, updates_left=updates_left)
 
     def _follow_links(self, coordinator: Coordinator, topology: ClusterTopology, notice: Notice) -> None:
-        nodes = {(slot.node.address, topology.node_of(device).name) for slot, device in zip(coordinator.slots, self._launched, strict=True)}
+        slots = [member.slot for member in coordinator.actors.launched]
+        there = {device.name for device in topology.devices}
+        nodes = {
+            (slot.node.address, topology.node_of(device).name)
+            for slot, device in zip(slots, self._launched, strict=True)
+            if device in there
+        }
         if len(nodes) == len({address for address, _ in nodes}) == len({name for _, name in nodes}):
             self._nodes = dict(nodes)
             coordinator.links.seed(topology, self._launched)
@@ -320,15 +351,13 @@ class Adaptation:
 
     def _switch(self, decision: Decision, update: int) -> None:
         self._notice(update, decision.text)
-        strategy, folder = self.strategy, self.record.folder
+        strategy = self.strategy
         before, since = strategy.plan, time.perf_counter()
         strategy.adopt(decision.choice)
         order, programs = self.build_order(), strategy.programs()
         self.coordinator.move(strategy.devices, strategy.stages, order=order, programs=programs, patterns=self.sums.begin(programs))
         strategy.policy.adopt(decision.choice, took_s=time.perf_counter() - since)
-        before.save(folder.file(f"plan-until-update-{update:06d}.json"))
-        self.record.phases[-1].save(folder, until=update)
-        self.record.begin_phase(strategy, f"update {update}: {decision.text}")
+        self.record.switch(before, strategy, update=update, reason=decision.text)
 
     def _notice(self, update: int, text: str) -> None:
         self.record.listener.notice(f"update {update}: {text}")

@@ -6,7 +6,7 @@ import dataclasses
 import math
 from collections.abc import Iterable, Sequence
 from fractions import Fraction
-from itertools import pairwise
+from itertools import pairwise, permutations
 from typing import Any
 
 from raypipe.actors.execution.batches import row_range
@@ -16,14 +16,16 @@ from raypipe.artifacts.cut import joined
 from raypipe.artifacts.plan import Plan
 from raypipe.artifacts.topology import ClusterTopology
 from raypipe.cluster.node_matching import is_gpu
-from raypipe.config import ScalingConfig, ScheduleConfig, TrainConfig
+from raypipe.communication.pattern_choice import joining
+from raypipe.config import ScalingConfig, ScheduleConfig, TrainConfig, Transport
 from raypipe.data.fields import FieldDataset, holds_fields
 from raypipe.data.prepare import check_exists
 from raypipe.data.tokens import TokenDataset
-from raypipe.errors import ConfigError, PlanError, suggestion
+from raypipe.errors import ConfigError, NoLinkError, PlanError, suggestion
 from raypipe.model import Model
+from raypipe.schedules.collectives import Start
 from raypipe.schedules.ir import Schedule
-from raypipe.schedules.lower import Placement, lower
+from raypipe.schedules.lower import Placement, Recv, lower
 from raypipe.schedules.metrics import metrics
 from raypipe.schedules.passes import one_of_repeated
 from raypipe.training.run_cluster import Notice
@@ -60,6 +62,45 @@ def check_alike(topology: ClusterTopology, devices: Sequence[str]) -> None:
     gpus = {is_gpu(topology.device(device)): device for device in devices}
     if len(gpus) > 1:
         raise PlanError(f"device {gpus[False]!r} is a CPU slot, {gpus[True]!r} a GPU: a run takes devices of one sort; plan for either")
+
+
+def check_links(plan: Plan, transport: Transport) -> None:
+    """Refuse a plan whose devices communicate over pairs that have no link in its topology.
+
+    Sums over TCP go along the links that there are. Those over gloo and NCCL connect all members with each other.
+
+    Raises:
+        NoLinkError: Names two devices, or those of a sum, and what to do.
+    """
+    topology, names = plan.topology, plan.devices
+    items = [(program.device, item) for program in lower(plan.schedule, plan.placement) for item in program.items]
+    for target, source in sorted({(device, item.device) for device, item in items if isinstance(item, Recv)}):
+        ends = names[source], names[target]
+        if not (topology.reach(*ends).exists and topology.reach(*ends[::-1]).exists):
+            raise NoLinkError(
+                f"the plan sends from device {ends[0]!r} to device {ends[1]!r}, but its topology has no link between them both ways; "
+                "add one or a route (`via`) to the topology, or plan for it anew"
+            )
+    for members in sorted({item.collective.devices for _, item in items if isinstance(item, Start)}):
+        _check_sum(topology, [names[member] for member in members], transport)
+
+
+def _check_sum(topology: ClusterTopology, members: Sequence[str], transport: Transport) -> None:
+    apart = next((pair for pair in permutations(members, 2) if not topology.reach(*pair).exists), None)
+    if apart is None:
+        return
+    on_gpus = is_gpu(topology.device(members[0]))
+    if on_gpus or transport is Transport.GLOO:
+        remedy = "" if on_gpus else "set scaling.transport to tcp, "
+        raise NoLinkError(
+            f"devices {', '.join(members)} sum over {'NCCL' if on_gpus else 'gloo'}, which connects all of them, but the topology has no "
+            f"link from {apart[0]!r} to {apart[1]!r}; {remedy}add a link or a route (`via`), or plan without copies on both"
+        )
+    if joining(len(members), lambda one, other: topology.reach(members[one], members[other])) is None:
+        raise NoLinkError(
+            f"devices {', '.join(members)} sum, but the links of the topology do not join them both ways; add links or routes (`via`), "
+            "or plan for it anew"
+        )
 
 
 def check_model(plan: Plan, model: Model) -> None:
@@ -231,13 +272,14 @@ def check_data(config: TrainConfig, model: Model, *, vocabulary_size: object) ->
     return data.sequence_length
 
 
-def checkpoint_to_resume(folder: RunFolder, config: TrainConfig, model: Model, notice: Notice) -> Checkpoint:
-    """Return the newest checkpoint of a run's folder.
+def checkpoint_to_resume(folder: RunFolder, config: TrainConfig, model: Model, notice: Notice, *, may_be_done: bool) -> Checkpoint:
+    """Return the newest checkpoint of a run's folder that is as it was written; tell `notice` of newer ones.
 
     Raises:
-        ConfigError: It does not fit the configuration, or has all updates already.
+        FormatError: There is none.
+        ConfigError: It does not fit the configuration, or has all updates already and may not be done.
     """
-    checkpoint = Checkpoint.latest(folder.path)
+    checkpoint = Checkpoint.latest(folder.storage, notice=notice)
     assert checkpoint is not None, "a folder to resume from has a checkpoint"
     index, before = checkpoint.index, folder.config
     layers = tuple(layer.name for layer in model.layers)
@@ -247,13 +289,14 @@ def checkpoint_to_resume(folder: RunFolder, config: TrainConfig, model: Model, n
         raise ConfigError(
             f"{checkpoint.path} is of a run with run.seed={index.seed}, got {config.run.seed}; the order of rows would change"
         )
-    if before.optimizer.name is not config.optimizer.name:
+    optimizer = index.optimizer or before.optimizer.name
+    if optimizer != config.optimizer.name:
         raise ConfigError(
-            f"{checkpoint.path} has the state of optimizer.name={before.optimizer.name}, which {config.optimizer.name} cannot go on from; "
-            f"set it to {before.optimizer.name}"
+            f"{checkpoint.path} has the state of optimizer.name={optimizer}, which {config.optimizer.name} cannot go on from; "
+            f"set it to {optimizer}"
         )
     # An update's number says which rows it reads: with another number of rows, some would be skipped or read twice.
-    old_rows, new_rows = (of_run.schedule.num_microbatches * of_run.schedule.microbatch_size for of_run in (before, config))
+    old_rows, new_rows = index.rows_per_update or rows_per_update(before), rows_per_update(config)
     if old_rows != new_rows:
         raise ConfigError(
             f"{checkpoint.path} is of a run with {old_rows} rows an update, got {new_rows}; choose schedule.num_microbatches and "
@@ -272,6 +315,11 @@ def checkpoint_to_resume(folder: RunFolder, config: TrainConfig, model: Model, n
         )
     if before.data.path != config.data.path:  # the same file may have moved
         notice(f"data.path was {before.data.path} and is {config.data.path}: losses on other text do not compare")
-    if index.update >= config.run.num_updates:
+    if index.update >= config.run.num_updates and not may_be_done:
         raise ConfigError(f"{checkpoint.path} has done {index.update} updates already; raise run.num_updates ({config.run.num_updates})")
     return checkpoint
+
+
+def rows_per_update(config: TrainConfig) -> int:
+    """Return the rows that an update reads, over all pipelines."""
+    return config.schedule.num_microbatches * config.schedule.microbatch_size

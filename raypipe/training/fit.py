@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -13,21 +14,30 @@ from raypipe.actors.execution.batches import FileSource, FixedBatch
 from raypipe.actors.execution.faults import FaultScript
 from raypipe.actors.execution.report import mean_losses
 from raypipe.actors.orders import BatchFunction, BuildOrder
-from raypipe.actors.stage.checkpoint import Checkpoint, CheckpointIndex
+from raypipe.actors.stage.checkpoint import Checkpoint
+from raypipe.artifacts.checkpoint_files import CheckpointIndex, finished_folders
 from raypipe.artifacts.plan import Plan
 from raypipe.artifacts.profile import ModelProfile
 from raypipe.cluster.coordinator import Coordinator
+from raypipe.cluster.signals import JOB_WAIT, StopRequest
+from raypipe.cluster.state_copies import StateCopies
+from raypipe.cluster.window import WindowResult
 from raypipe.config import AUTO, OptimizerName, TrainConfig
+from raypipe.errors import RunError, RunTakenOverError
 from raypipe.model import Model
 from raypipe.profiling.profiler import model_profile
 from raypipe.schedules.families import branch_aware
 from raypipe.schedules.metrics import metrics
 from raypipe.training.adaptive import Adaptation, AdaptiveStrategy
-from raypipe.training.checks import check_data, check_staleness, checkpoint_to_resume
+from raypipe.training.checkpoints import Checkpoints
+from raypipe.training.checks import check_data, check_staleness, checkpoint_to_resume, rows_per_update
+from raypipe.training.ending import finished_result, leave
 from raypipe.training.record import RunRecord, write_report
-from raypipe.training.result import Listener, Result
+from raypipe.training.recovery import Recovery
+from raypipe.training.result import Listener, Result, Resume, StoppedRun
 from raypipe.training.run_cluster import stage_actors
 from raypipe.training.run_folder import RunFolder
+from raypipe.training.run_lock import RunLock
 from raypipe.training.run_schedules import is_sharded
 from raypipe.training.strategy import NamedStrategy, PlannedStrategy, Strategy
 from raypipe.training.sums import SumAdaptation
@@ -55,7 +65,7 @@ class Fit:
         plan: Plan | None,
         faults: FaultScript,
         listener: Listener,
-        resume: bool,
+        resume: Resume,
     ) -> None:
         self.config = config
         self.batches = batches
@@ -63,21 +73,80 @@ class Fit:
         self.listener = listener
         self.model_function = partial(make_model, model, config.model.options, compile_layers=config.model.compile)
         self.model = self.model_function()
-        folder = RunFolder.latest(config.run.storage_path, config.run.name) if resume else None
-        self.resumed = checkpoint_to_resume(folder, config, self.model, listener.notice) if folder else None
+        self.resumed: Checkpoint | None = None
+        self.lock: RunLock | None = None
+        try:
+            self._settle(model, plan, resume)
+        except BaseException:
+            self._unlock()
+            raise
+
+    def _settle(self, model: str | Callable[..., Model], plan: Plan | None, resume: Resume) -> None:
+        # Whatever can be refused is, before a new folder is made or an old one changed.
+        config, listener = self.config, self.listener
+        folder = self._folder_to_resume(resume)
+        if folder is not None:
+            self._lock(folder)
+            folder.fetch()
+            if resume is True or finished_folders(folder.storage):
+                listener.notice(f"checking the checkpoints of {folder.name}")
+                self.resumed = checkpoint_to_resume(folder, config, self.model, listener.notice, may_be_done=resume == "auto")
         self.first_update = self.resumed.index.update if self.resumed else 0
-        self.strategy = run_strategy(config, self.model, plan, window_sizes={size for _, size in _windows(config, self.first_update)})
+        self.is_done = self.first_update >= config.run.num_updates
+        sizes = {1} if self.is_done else _window_sizes(config, self.first_update)
+        self.strategy = run_strategy(config, self.model, plan, window_sizes=sizes)
         tokens_per_row = 1
         if config.data.path:
             tokens_per_row = check_data(config, self.model, vocabulary_size=keyword(model, config.model.options, "vocabulary_size"))
         self.folder = folder or RunFolder.create(config.run.storage_path, config.run.name)
-        if self.resumed is None:
+        if folder is None:
+            self._lock(self.folder)
             self.folder.begin(config)
-        self.record = RunRecord(config, self.folder, listener, tokens_per_row=tokens_per_row)
+        elif self.resumed is None:
+            self.folder.restart(config)
+        self.record = RunRecord(config, self.folder, listener, tokens_per_row=tokens_per_row, first_update=self.first_update)
         self.coordinator: Coordinator
         self.adaptation: Adaptation | None = None
         self.sums: SumAdaptation
-        self.checkpoint: Checkpoint
+        self.recovery: Recovery
+        self.stop = StopRequest(config.run.grace_s, listener.notice)
+        assert self.lock is not None, "a run has the lock of its folder"
+        self.checkpoints = Checkpoints(
+            self.folder,
+            self.lock,
+            config.run,
+            index=self._index(),
+            resumed=self.resumed,
+            notice=listener.notice,
+            on_saved=self.record.add_checkpoint,
+        )
+        self.num_done = self.first_update
+        self.is_told = False
+
+    def _folder_to_resume(self, resume: Resume) -> RunFolder | None:
+        run = self.config.run
+        if resume == "auto":
+            return RunFolder.newest(run.storage_path, run.name)
+        return RunFolder.latest(run.storage_path, run.name) if resume else None
+
+    def _lock(self, folder: RunFolder) -> None:
+        self.lock = RunLock(folder.storage)
+        self.lock.acquire(self.listener.notice)
+
+    def _unlock(self) -> None:
+        if self.lock is not None:
+            self.lock.release()
+
+    def _index(self) -> CheckpointIndex:
+        config = self.config
+        return CheckpointIndex(
+            update=0,
+            layers=tuple(layer.name for layer in self.model.layers),
+            model=config.model.function,
+            seed=config.run.seed,
+            rows_per_update=rows_per_update(config),
+            optimizer=config.optimizer.name,
+        )
 
     def run(self) -> Result:
         """Train, and write the report.
@@ -86,9 +155,19 @@ class Fit:
             InputError: The cluster does not fit the run.
             RunError: Something failed while running.
         """
+        try:
+            with self._told_if_interrupted():
+                return finished_result(self.folder, self.resumed, self.listener.notice) if self.is_done and self.resumed else self._run()
+        except BaseException as error:
+            leave(self.folder, self.record, error, update=self.num_done, notice=self.listener.notice)
+            raise
+        finally:
+            self._unlock()
+
+    def _run(self) -> Result:
         config, strategy = self.config, self.strategy
-        self.listener.notice(f"run folder: {self.folder.path}")
-        if "working_dir_files" in Path(self.folder.path).absolute().parts:
+        self.listener.notice(f"run folder: {self.folder.name}")
+        if "working_dir_files" in Path(self.folder.name).absolute().parts:
             self.listener.notice("Ray removes this copy of the job's working directory some day; set run.storage_path to keep the results")
         actors = stage_actors(
             self.folder.path.name,
@@ -99,32 +178,51 @@ class Fit:
             cluster=config.cluster,
             notice=self.listener.notice,
         )
-        with actors as self.coordinator:
+        with actors as self.coordinator, self._told_if_interrupted():
             self.record.start_metrics(self.coordinator.run)
             self._prepare()
-            if config.data.num_validation_microbatches:
-                self.listener.notice("evaluating before the first update")
-                self._evaluate(self.first_update)
-            self.listener.notice(f"training updates {self.first_update + 1} to {config.run.num_updates}")
-            for first, size in _windows(config, self.first_update):
-                self._train(first, size)
+            checkpoint = self._train()
             sample = self._sample()
         self.listener.notice("writing the report")
         figures = write_report(self.folder, self.record.phases)
+        self.folder.publish()
         return Result(
-            path=str(self.folder.path),
+            path=self.folder.name,
             metrics=self.record.figures,
             losses=self.record.losses,
             validation_losses=self.record.validation_losses,
-            checkpoint=self.checkpoint,
-            plan=strategy.plan,
+            checkpoint=checkpoint,
+            plan=self.strategy.plan,
             figures=figures,
             sample=sample,
         )
 
+    @contextlib.contextmanager
+    def _told_if_interrupted(self) -> Iterator[None]:
+        # While there is time: `ray job stop` ends the process soon.
+        try:
+            yield
+        except StoppedRun:
+            raise
+        except KeyboardInterrupt:
+            if not self.is_told:
+                self.is_told = True
+                if self.stop.is_late:
+                    self.checkpoints.save_copy(self.recovery.copies.candidates())
+                self.listener.notice(self._lost())
+            raise
+
+    def _lost(self) -> str:
+        newest, done = self.checkpoints.newest, self.num_done
+        saved = newest.index.update if newest is not None else 0
+        goes_on = f"`--resume auto` goes on from update {saved}" if saved else "`--resume auto` begins again"
+        lost = f"updates {saved + 1} to {done} are lost, " if done > saved else ""
+        why = f"; {JOB_WAIT} of the cluster leaves less than run.grace_s" if self.stop.is_short and self.stop.came else ""
+        return f"interrupted {f'after update {done}' if done else 'before the first update was done'}: {lost}{goes_on}{why}"
+
     def _prepare(self) -> None:
         coordinator, strategy, notice = self.coordinator, self.strategy, self.listener.notice
-        coordinator.check_storage(str(self.folder.path))
+        coordinator.check_storage(self.folder.storage)
         strategy.prepare(coordinator, name=self.folder.path.name, measure=self._measure, notice=notice)
         if self.resumed is None:
             self.record.begin_phase(strategy)
@@ -132,19 +230,41 @@ class Fit:
         sizes = coordinator.build(self._build_order())
         strategy.check_layers(sizes)
         if self.resumed is not None:
-            coordinator.load(self.resumed.path)
+            coordinator.load(self.resumed.folder)
             # Only now: a run that cannot be resumed leaves its folder as it was.
             self.folder.continue_from(self.config, update=self.first_update)
             self.record.begin_phase(strategy)
             notice(f"resumed from {self.resumed.path} at update {self.first_update}")
+        self.folder.remove_unfinished()
         self.sums = SumAdaptation(strategy, coordinator, self.record, exact=self.config.communication.exact)
         programs = strategy.programs()
         coordinator.connect(programs, strategy.cut, patterns=self.sums.begin(programs))
         if coordinator.channel_text:
             notice(f"messages between devices: {coordinator.channel_text}")
-        if isinstance(strategy, AdaptiveStrategy) and self.config.adaptation.enabled:
-            self.adaptation = Adaptation(strategy, coordinator, self.record, build_order=self._build_order, sums=self.sums)
+        self.recovery = Recovery(
+            self.config.failure,
+            coordinator,
+            self.record,
+            self.sums,
+            strategy,
+            StateCopies(coordinator.actors, share=self.config.failure.copy_share),
+            build_order=self._build_order,
+            checkpoint=lambda: self.checkpoints.newest,
+            adopt=self._adopt,
+        )
+        self._begin_adaptation()
         self._describe(sum(size.num_parameters for size in sizes.values()))
+
+    def _begin_adaptation(self) -> None:
+        if isinstance(self.strategy, AdaptiveStrategy) and self.config.adaptation.enabled:
+            self.adaptation = Adaptation(self.strategy, self.coordinator, self.record, build_order=self._build_order, sums=self.sums)
+
+    def _adopt(self, strategy: Strategy, update: int, reason: str) -> None:
+        before, self.strategy = self.strategy.plan, strategy
+        self.listener.notice(f"update {update}: {reason}")
+        self.sums.strategy = self.recovery.strategy = strategy
+        self.record.switch(before, strategy, update=update, reason=reason)
+        self._begin_adaptation()
 
     def _describe(self, num_parameters: int) -> None:
         strategy, notice = self.strategy, self.listener.notice
@@ -157,7 +277,7 @@ class Fit:
         notice(f"layers of each stage: {' '.join(str(len(layers)) for layers in strategy.cut.stages)}")
         notice(f"predicted {predicted.update_s:.3f} s per update, bubble {predicted.bubble_ratio:.1%}")
         if self.config.scaling.shard_optimizer and not is_sharded(schedule):
-            notice(f"scaling.shard_optimizer changes nothing: {schedule.name} has each stage in one pipeline only")
+            notice(f"scaling.shard_optimizer changes nothing: {schedule.name} has each stage on one device only")
         mean_delay = metrics(schedule).mean_delay
         if mean_delay and self.config.optimizer.name is OptimizerName.ADAMW:
             notice(
@@ -200,32 +320,62 @@ class Fit:
         self.listener.notice(f"layer times measured to within +-{spread:.0%}")
         return model_profile(measured, self.model, name=config.model.function, microbatch_size=config.schedule.microbatch_size)
 
-    def _train(self, first: int, size: int) -> None:
+    def _train(self) -> Checkpoint:
+        run, done = self.config.run, self.first_update
+        result: WindowResult | None = None
+        with self.stop:
+            self.listener.notice(f"training updates {done + 1} to {run.num_updates}")
+            self.checkpoints.begin()
+            while True:
+                try:
+                    is_end = done == run.num_updates or self.stop.came
+                    self._between_windows(done, result, is_end=is_end)
+                    if is_end and done:
+                        checkpoint = self.checkpoints.finish(done)
+                    if is_end:
+                        break
+                    size = _window_size(self.config, done)
+                    result = self.coordinator.run_window(f"train-{size}", num_updates=size, first_update=done)
+                    self.record.add_window(result, self.strategy.schedule, first_update=done)
+                    self.num_done = done = done + size
+                    self.recovery.after_window(done)
+                except RunTakenOverError:
+                    raise
+                except RunError as error:
+                    self.faults = self.faults.after(self.coordinator.num_windows(f"train-{_window_size(self.config, done)}"))
+                    done, result = self.recovery.recover(error, update=done), None
+                    self.num_done = done
+            if done == 0:
+                raise KeyboardInterrupt
+        if done < run.num_updates:
+            self.listener.notice(f"stopped after update {done}, saved in {checkpoint.path}; `--resume auto` goes on from there")
+            raise StoppedRun
+        return checkpoint
+
+    def _between_windows(self, done: int, result: WindowResult | None, *, is_end: bool) -> None:
+        """Do what is due behind an update; `result` is that of the window that ended there, if one did since the run began or recovered."""
         run = self.config.run
-        result = self.coordinator.run_window(f"train-{size}", num_updates=size, first_update=first)
-        self.record.add_window(result, self.strategy.schedule, first_update=first)
-        done = first + size
-        is_last = done == run.num_updates
-        if self.config.data.num_validation_microbatches and (is_last or (run.evaluate_every and done % run.evaluate_every == 0)):
+        is_first, is_last = done == self.first_update, done == run.num_updates
+        is_evaluated = is_first or is_last or _is_due(run.evaluate_every, done)
+        if self.config.data.num_validation_microbatches and is_evaluated and (is_last or not is_end):
             self._evaluate(done)
-        if is_last or (run.checkpoint_every and done % run.checkpoint_every == 0):
-            self._save(done)
+        self.checkpoints.poll()
+        if not is_first and (is_end or self.checkpoints.is_due(done)):
+            self.checkpoints.save(self.coordinator, done, self.record.losses_at(done))
+        if result is None:
+            return
         self.record.publish()
-        if not is_last:
-            self.sums.after_window(update=done)
-        if self.adaptation is not None and not is_last:
+        if is_end:
+            return
+        self.sums.after_window(update=done)
+        if self.adaptation is not None:
             self.adaptation.after_window(result, update=done, updates_left=run.num_updates - done)
 
     def _evaluate(self, update: int) -> None:
+        if update == self.first_update:
+            self.listener.notice(f"evaluating before update {update + 1}")
         result = self.coordinator.run_window("evaluate", num_updates=1, first_update=0, split="validation")
         self.record.add_evaluation(update, mean_losses(result.reports, num_microbatches=self.strategy.num_validation_microbatches)[0])
-
-    def _save(self, update: int) -> None:
-        folder = self.folder.new_checkpoint(update)
-        self.coordinator.save(str(folder))
-        layers = tuple(layer.name for layer in self.model.layers)
-        index = CheckpointIndex(update=update, layers=layers, model=self.config.model.function, seed=self.config.run.seed)
-        self.checkpoint = Checkpoint.finish(folder, index)
 
     def _sample(self) -> str:
         run = self.config.run
@@ -267,12 +417,24 @@ def run_strategy(config: TrainConfig, model: Model, plan: Plan | None, *, window
     return AdaptiveStrategy(config, model, window_sizes=window_sizes, start=start, can_divide=can_divide)
 
 
-def _windows(config: TrainConfig, first: int) -> Iterator[tuple[int, int]]:
-    """Yield (first update, number of updates) of each window; evaluations and checkpoints end one."""
+def _is_due(every: int, update: int) -> bool:
+    return bool(every) and update % every == 0
+
+
+def _window_size(config: TrainConfig, first: int) -> int:
+    """Return the number of updates of the window that begins behind an update; evaluations and checkpoints end one."""
     run = config.run
     intervals = (run.evaluate_every if config.data.num_validation_microbatches else 0, run.checkpoint_every)
-    while first < run.num_updates:
-        ends = [first + config.schedule.updates_per_window, run.num_updates]
-        ends += [(first // every + 1) * every for every in intervals if every]
-        yield first, min(ends) - first
-        first = min(ends)
+    ends = [first + config.schedule.updates_per_window, run.num_updates]
+    ends += [(first // every + 1) * every for every in intervals if every]
+    return min(ends) - first
+
+
+def _window_sizes(config: TrainConfig, first: int) -> set[int]:
+    """Return the sizes of all windows of a run."""
+    sizes: set[int] = set()
+    while first < config.run.num_updates:
+        size = _window_size(config, first)
+        sizes.add(size)
+        first += size
+    return sizes

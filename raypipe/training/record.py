@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import time
 from collections import deque
 from collections.abc import Sequence
+from typing import Any
 
 from raypipe.actors.execution.report import mean_losses, norms_of
-from raypipe.actors.measure.metrics import RunMetrics
+from raypipe.actors.measure.metrics import RunCounter, RunGauge, RunMetrics
 from raypipe.analysis.comparison import ComparedFigure, compare, median_window
+from raypipe.artifacts.plan import Plan
 from raypipe.artifacts.trace import Trace
 from raypipe.cluster.window import WindowResult
-from raypipe.config import TrainConfig
+from raypipe.config import CheckpointMetric, TrainConfig
 from raypipe.planning.sum_patterns import PatternDecision
 from raypipe.schedules.ir import Schedule
 from raypipe.show.page import draw_page
@@ -23,7 +26,13 @@ from raypipe.training.strategy import Strategy
 
 _NUM_WINDOWS_KEPT = 50
 # Ray's metric of each figure.
-_GAUGES = {"update_s": "update_seconds"} | {key: key for key in ("loss", "validation_loss", "tokens_per_s", "updates")}
+_GAUGES = {
+    "loss": RunGauge.LOSS,
+    "validation_loss": RunGauge.VALIDATION_LOSS,
+    "tokens_per_s": RunGauge.TOKENS_PER_SECOND,
+    "update_s": RunGauge.UPDATE_SECONDS,
+    "updates": RunGauge.UPDATE,
+}
 
 
 class Phase:
@@ -78,7 +87,7 @@ def write_report(folder: RunFolder, phases: Sequence[Phase]) -> list[ComparedFig
 class RunRecord:
     """The record of one run, for its `Result`."""
 
-    def __init__(self, config: TrainConfig, folder: RunFolder, listener: Listener, *, tokens_per_row: int) -> None:
+    def __init__(self, config: TrainConfig, folder: RunFolder, listener: Listener, *, tokens_per_row: int, first_update: int) -> None:
         self.config = config
         self.folder = folder
         self.listener = listener
@@ -86,10 +95,11 @@ class RunRecord:
         self.validation_losses: list[tuple[int, float]] = []
         self.figures: dict[str, float] = {}
         self.phases: list[Phase] = []
+        self.num_recoveries = 0
+        self._first_update = first_update
         self._metrics: RunMetrics
         self._tokens_per_row = tokens_per_row
         self._has_diverged = False
-        self._num_pattern_changes = 0
 
     def start_metrics(self, run: str) -> None:
         """Register metrics with the connected Ray cluster."""
@@ -99,11 +109,16 @@ class RunRecord:
         """Write the plan that runs from now on."""
         self.phases.append(Phase(predicted=strategy.predicted, reason=reason))
         strategy.plan.save(self.folder.file("plan.json"))
-        self._metrics.record("pipelines", len(strategy.schedule.pipelines))
-        self._metrics.record("switches", len(self.phases) - 1)
-        self._metrics.record("pattern_changes", self._num_pattern_changes)
+        self._metrics.set(RunGauge.PIPELINES, len(strategy.schedule.pipelines))
         assert strategy.plan.predicted is not None, "a strategy predicts its plan"
-        self._metrics.record("predicted_update_seconds", strategy.plan.predicted.update_s)
+        self._metrics.set(RunGauge.PREDICTED_UPDATE_SECONDS, strategy.plan.predicted.update_s)
+
+    def switch(self, before: Plan, strategy: Strategy, *, update: int, reason: str) -> None:
+        """Write what ran until an update, and the plan that runs from now on."""
+        before.save(self.folder.file(f"plan-until-update-{update:06d}.json"))
+        self.phases[-1].save(self.folder, until=update)
+        self.begin_phase(strategy, f"update {update}: {reason}")
+        self._metrics.count(RunCounter.SWITCHES)
 
     def add_pattern_decision(self, update: int, decision: PatternDecision) -> None:
         """Record a decision on the pattern of a sum."""
@@ -118,8 +133,7 @@ class RunRecord:
         }
         self.folder.add_decision(line)
         if decision.changes:
-            self._num_pattern_changes += 1
-            self._metrics.record("pattern_changes", self._num_pattern_changes)
+            self._metrics.count(RunCounter.PATTERN_CHANGES)
             self.phases[-1].notes.append(f"update {update}: {decision.text}")
 
     def add_window(self, result: WindowResult, schedule: Schedule, *, first_update: int) -> None:
@@ -134,6 +148,11 @@ class RunRecord:
         speed = {"update_s": update_s, "tokens_per_s": tokens / update_s, "bubble_ratio": result.trace.bubble_ratio}
         self.figures |= speed | {"loss": losses[-1], "updates": first_update + result.num_updates}
         self._notice_divergence(losses, first_update)
+        last = result.num_updates - 1
+        self._metrics.set(RunGauge.GRADIENT_NORM, norms.get(last))
+        self._metrics.set(RunGauge.LEARNING_RATE, config.optimizer.rate(first_update + last, num_updates=config.run.num_updates))
+        self._metrics.count(RunCounter.UPDATES, result.num_updates)
+        self._metrics.count(RunCounter.TOKENS, tokens * result.num_updates)
         for number, loss in enumerate(losses):
             self.folder.add_metrics({
                 "update": first_update + number + 1,
@@ -158,12 +177,41 @@ class RunRecord:
         self.figures["validation_loss"] = loss
         self.folder.add_metrics({"update": update, "validation_loss": loss})
 
+    def losses_at(self, update: int) -> dict[str, float]:
+        """Return the training loss of the last update, and the validation loss if the weights after this update were evaluated."""
+        losses = {CheckpointMetric.LOSS.value: self.losses[-1]}
+        if self.validation_losses and self.validation_losses[-1][0] == update:
+            losses[CheckpointMetric.VALIDATION_LOSS.value] = self.validation_losses[-1][1]
+        return losses
+
+    def rewind(self, update: int) -> None:
+        """Forget the losses after an update, from which the run goes on once more; it also evaluates once more."""
+        self.folder.rewind_metrics(update)
+        del self.losses[update - self._first_update :]
+        self.validation_losses = [(at, loss) for at, loss in self.validation_losses if at < update]
+
+    def add_failure(self, line: dict[str, Any]) -> None:
+        """Record a failure that the run has recovered from."""
+        self.folder.add_failure(line)
+        self.phases[-1].notes.append(f"update {line['update']}: {line['text']}")
+        self.num_recoveries += 1
+        self._metrics.count(RunCounter.RECOVERIES)
+
+    def count_failure(self) -> None:
+        """Count a failure, whether the run recovers from it or not."""
+        self._metrics.count(RunCounter.FAILURES)
+
+    def add_checkpoint(self, seconds: float) -> None:
+        """Record that a checkpoint is complete, and how long writing it took."""
+        self._metrics.set(RunGauge.CHECKPOINT_TIMESTAMP_SECONDS, time.time())
+        self._metrics.set(RunGauge.CHECKPOINT_SECONDS, seconds)
+
     def publish(self) -> None:
         """Send the last figures to Ray's metrics and to the listener."""
         figures, num_updates = self.figures, self.config.run.num_updates
         for key, name in _GAUGES.items():
             if key in figures:
-                self._metrics.record(name, figures[key])
+                self._metrics.set(name, figures[key])
         update = int(figures["updates"])
         last = {key: figures[key] for key in ("loss", "tokens_per_s", "update_s", "bubble_ratio")}
         seconds_left = (num_updates - update) * figures["update_s"]

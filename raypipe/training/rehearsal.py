@@ -22,13 +22,14 @@ from raypipe.cluster.node_matching import num_slots
 from raypipe.config import ClusterConfig, OptimizerConfig, ScalingConfig
 from raypipe.errors import ConfigError, PlanError
 from raypipe.models.rehearsing import NUMBER_BYTES, LayerWaits, WaitingOptimizer, layers_per_stage, rehearsing
+from raypipe.planning.sum_patterns import SumPatterns
 from raypipe.schedules.ir import OpKind, Schedule
 from raypipe.schedules.lower import DeviceProgram
 from raypipe.schedules.passes import one_of_repeated
 from raypipe.simulation.cost import Cost, LayerCost, StageCost
 from raypipe.simulation.plan_cost import plan_cost, stage_buckets
 from raypipe.simulation.simulator import simulate_programs
-from raypipe.training.checks import least_rows
+from raypipe.training.checks import check_links, least_rows
 from raypipe.training.run_cluster import stage_actors
 from raypipe.training.run_schedules import device_stages, window_of
 
@@ -100,6 +101,7 @@ def rehearse(
     schedule = window_of(order, num_updates or (_NUM_UPDATES if one_of_repeated(order) else order.num_updates))
     if len(schedule.graph.sinks) > 1:
         raise PlanError(f"stages {', '.join(map(str, schedule.graph.sinks))} of the plan feed no other; a rehearsal takes one loss")
+    check_links(plan, scaling.transport)
     buckets = stage_buckets(plan.profile, plan.cut)
     programs = executable_programs(schedule, plan.placement, buckets)
     scaled = _Scaled(plan, schedule, programs, buckets, time_scale=time_scale, byte_scale=byte_scale)
@@ -117,7 +119,7 @@ def rehearse(
     traces: list[Trace] = []
     with actors as coordinator:
         coordinator.build([scaled.order(device) for device in range(len(plan.devices))])
-        patterns = {members: scaled.cost.pattern(collective) for members, collective in scaled.cost.largest_sums(programs).items()}
+        patterns = SumPatterns(scaled.cost, programs, exact=True).patterns
         coordinator.connect({"rehearse": programs}, scaled.cut, patterns=patterns)
         if coordinator.channel_text:
             notice(f"messages between devices: {coordinator.channel_text}")
@@ -188,6 +190,7 @@ class _Scaled:
                 weight_grad_s=layer.weight_grad_s,
                 num_parameters=max(layer.gradient_bytes // NUMBER_BYTES, 1) if num_copies > 1 else 1,
                 num_tied=num_tied if number == len(cost.layers) else 0,
+                num_weights=num_copies if stage in self.schedule.published_stages else 1,
             )
             for number, (layer, share) in enumerate(zip(cost.layers, shares, strict=True), 1)
         )

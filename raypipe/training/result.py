@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol
 
 from raypipe.actors.stage.checkpoint import Checkpoint
 from raypipe.analysis.comparison import ComparedFigure
 from raypipe.artifacts.plan import Plan
+
+Resume = bool | Literal["auto"]
+"""Whether a run goes on from a checkpoint; `auto` where there is a run of its name, which then need not have one."""
+
+
+class StoppedRun(KeyboardInterrupt):
+    """A run that was asked to stop has saved what it did."""
 
 
 @dataclass(frozen=True)

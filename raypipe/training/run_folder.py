@@ -2,27 +2,53 @@
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import json
 import math
 import re
+import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from raypipe.artifacts.checkpoint_files import FOLDER, INDEX, checkpoint_name, finished_folders, remove_checkpoint
+from raypipe.artifacts.storage import Storage
 from raypipe.artifacts.versions import versions
-from raypipe.config import TrainConfig
+from raypipe.config import TrainConfig, cache_folder
 from raypipe.errors import ConfigError, FormatError
+from raypipe.training.run_lock import LOCK
 
-_CONFIG = "config.yaml"
+FAILURE = "failure.json"
+"""Why a run ended before its last update."""
+CONFIG = "config.yaml"
+METRICS = "metrics.jsonl"
+_MOST_RUNS = 10_000
 _UNTIL = re.compile(r".*-until-update-(\d+)\.(?:json|yaml)")
 
 
 @dataclass(frozen=True)
 class RunFolder:
-    """The folder of one run, at an absolute path."""
+    """The folder of one run.
+
+    Attributes:
+        path: Absolute path of its records. For a run at a URI they are kept on this machine and copied there by `publish`.
+        remote: Where a run at a URI has its records and checkpoints.
+    """
 
     path: Path
+    remote: Storage | None = None
+
+    @property
+    def storage(self) -> Storage:
+        """The folder where checkpoints go."""
+        return self.remote or Storage.at(self.path)
+
+    @property
+    def name(self) -> str:
+        """The folder as users know it: a path or a URI."""
+        return self.storage.name
 
     @classmethod
     def create(cls, storage_path: str, name: str) -> RunFolder:
@@ -31,21 +57,36 @@ class RunFolder:
         Raises:
             ConfigError: The folder cannot be made.
         """
-        base = Path(storage_path).absolute()
+        base = Storage.at(storage_path)
         try:
-            base.mkdir(parents=True, exist_ok=True)
-            for number in range(1, 10_000):
+            base.make()
+            there = set(base.names())
+            for number in range(1, _MOST_RUNS):
                 path = base / (name if number == 1 else f"{name}-{number}")
+                if path.path.rpartition("/")[2] in there:
+                    continue
                 try:
-                    path.mkdir()
+                    return cls._new(path)
                 except FileExistsError:
                     continue
-                return cls(path)
         except OSError as error:
             raise ConfigError(
-                f"run.storage_path {storage_path!r}: no folder can be made there ({error.strerror}); choose another"
+                f"run.storage_path {storage_path!r}: no folder can be made there ({error.strerror or error}); choose another"
             ) from None
-        raise ConfigError(f"run.storage_path {storage_path!r} holds 10000 runs called {name!r}; remove some or choose another run.name")
+        raise ConfigError(
+            f"run.storage_path {storage_path!r} holds {_MOST_RUNS} runs called {name!r}; remove some or choose another run.name"
+        )
+
+    @classmethod
+    def _new(cls, storage: Storage) -> RunFolder:
+        if storage.is_local:
+            Path(storage.path).mkdir()
+            return cls(Path(storage.path))
+        storage.make()
+        records = _records(storage)
+        shutil.rmtree(records, ignore_errors=True)
+        records.mkdir(parents=True)
+        return cls(records, storage)
 
     @classmethod
     def latest(cls, storage_path: str, name: str) -> RunFolder:
@@ -54,18 +95,58 @@ class RunFolder:
         Raises:
             ConfigError: There is none.
         """
-        numbered = re.compile(re.escape(name) + r"(?:-(\d+))?")
-        base = Path(storage_path).absolute()
-        runs = {
-            int(match[1] or 1): path
-            for path in (base.iterdir() if base.is_dir() else ())
-            if (match := numbered.fullmatch(path.name)) and _is_of(name, path) and any(path.glob("checkpoints/*/checkpoint.json"))
-        }
-        if not runs:
+        folders = cls._of_name(storage_path, name)
+        found = next((folder for folder in folders if finished_folders(folder.storage)), None)
+        if found is None:
             raise ConfigError(
-                f"no run called {name!r} in {storage_path!r} has a checkpoint to resume from; leave --resume out to begin one"
+                f"no run called {name!r} in {storage_path!r} has a checkpoint to resume from; leave --resume out to begin one, or give "
+                "--resume auto to begin or go on, whichever it is"
             )
-        return cls(runs[max(runs)])
+        return found
+
+    @classmethod
+    def newest(cls, storage_path: str, name: str) -> RunFolder | None:
+        """Return the newest folder of a run of this name, with or without a checkpoint, if there is any."""
+        return next(iter(cls._of_name(storage_path, name)), None)
+
+    @classmethod
+    def _of_name(cls, storage_path: str, name: str) -> list[RunFolder]:
+        # The newest first.
+        numbered = re.compile(re.escape(name) + r"(?:-(\d+))?")
+        try:
+            folders = {
+                int(match[1] or 1): folder
+                for folder in Storage.at(storage_path).folders()
+                if (match := numbered.fullmatch(folder.path.rpartition("/")[2])) and _is_of(name, folder)
+            }
+        except OSError as error:
+            raise ConfigError(f"run.storage_path {storage_path!r} cannot be read ({error.strerror or error}); choose another") from None
+        return [cls._of(folders[number]) for number in sorted(folders, reverse=True)]
+
+    @classmethod
+    def _of(cls, storage: Storage) -> RunFolder:
+        return cls(Path(storage.path)) if storage.is_local else cls(_records(storage), storage)
+
+    def fetch(self) -> None:
+        """Copy the records of a run at a URI to this machine; raises `ConfigError` if they cannot be had."""
+        if self.remote is None:
+            return
+        try:
+            shutil.rmtree(self.path, ignore_errors=True)
+            self.path.mkdir(parents=True)
+            for name in self.remote.names():
+                if name != LOCK and self.remote.size(name) is not None:
+                    self.file(name).write_bytes(self.remote.read(name))
+        except OSError as error:
+            raise ConfigError(f"{self.name} cannot be read ({error}); check run.storage_path") from None
+
+    def publish(self) -> None:
+        """Copy the records of a run at a URI there; raises `OSError`."""
+        if self.remote is None:
+            return
+        for path in sorted(self.path.iterdir()):
+            if path.is_file():
+                self.remote.write(path.name, path.read_bytes())
 
     def file(self, name: str) -> Path:
         """Return the path of a file."""
@@ -73,22 +154,23 @@ class RunFolder:
 
     @property
     def config(self) -> TrainConfig:
-        """The configuration that ran last.
+        """The configuration that ran last, as it is on this machine.
 
         Raises:
             FormatError: The file is missing or damaged.
         """
-        return TrainConfig.load(self.file(_CONFIG))
+        return TrainConfig.load(self.file(CONFIG))
 
     def begin(self, config: TrainConfig) -> None:
         """Write configuration and versions."""
-        config.save(self.file(_CONFIG))
+        config.save(self.file(CONFIG))
         self.write_json("versions.json", versions())
+        self.file(FAILURE).unlink(missing_ok=True)
 
     def continue_from(self, config: TrainConfig, *, update: int) -> None:
         """Write what runs after an update; rename what ran before, drop what ran after."""
         self._drop_after(update)
-        for name in (_CONFIG, "plan.json"):
+        for name in (CONFIG, "plan.json", FAILURE):
             path = self.file(name)
             kept = self.file(f"{path.stem}-until-update-{update:06d}{path.suffix}")
             # An earlier resume from this update already kept what led to it; what ran since led to no checkpoint.
@@ -96,17 +178,31 @@ class RunFolder:
                 path.rename(kept)
         self.begin(config)
 
-    def new_checkpoint(self, update: int) -> Path:
-        """Return an empty folder for a checkpoint."""
-        folder = self.path / "checkpoints" / f"update-{update:06d}"
-        folder.mkdir(parents=True, exist_ok=True)
-        for remnant in folder.iterdir():
-            remnant.unlink()
+    def restart(self, config: TrainConfig) -> None:
+        """Begin again in the folder of a run that ended before its first checkpoint."""
+        self._drop_after(0)
+        self.begin(config)
+
+    def new_checkpoint(self, update: int) -> Storage:
+        """Return an empty folder for a checkpoint; raises `OSError`."""
+        folder = self.storage / FOLDER / checkpoint_name(update)
+        remove_checkpoint(folder)
+        folder.make()
         return folder
+
+    def remove_unfinished(self) -> None:
+        """Remove the checkpoints that no run ended writing; raises `OSError`."""
+        for folder in (self.storage / FOLDER).folders():
+            if folder.size(INDEX) is None:
+                folder.remove_all()
 
     def add_metrics(self, line: dict[str, Any]) -> None:
         """Append a line to `metrics.jsonl`."""
-        self._append("metrics.jsonl", line)
+        self._append(METRICS, line)
+
+    def metrics(self) -> list[dict[str, Any]]:
+        """Return the lines of `metrics.jsonl`, without one that is only half written."""
+        return _lines(self.file(METRICS))
 
     def add_decision(self, line: dict[str, Any]) -> None:
         """Append a line to `adaptation.jsonl`."""
@@ -116,9 +212,17 @@ class RunFolder:
         with self.file(name).open("a", encoding="utf-8") as file:
             file.write(json.dumps(without_nan(line)) + "\n")
 
+    def add_failure(self, line: dict[str, Any]) -> None:
+        """Append a line to `failures.jsonl`."""
+        self._append("failures.jsonl", line)
+
+    def rewind_metrics(self, update: int) -> None:
+        """Drop the metrics of what came after an update, and the evaluation that followed it, which a run that goes on repeats."""
+        _keep_lines(self.file(METRICS), lambda line: line["update"] <= update if "loss" in line else line["update"] < update)
+
     def _drop_after(self, update: int) -> None:
-        # A resumed run repeats the evaluation and the decision that followed its checkpoint.
-        _keep_lines(self.file("metrics.jsonl"), lambda line: line["update"] <= update if "loss" in line else line["update"] < update)
+        # A resumed run repeats the decision that followed its checkpoint.
+        self.rewind_metrics(update)
         _keep_lines(self.file("adaptation.jsonl"), lambda line: line["update"] < update)
         for path in self.path.iterdir():
             if (match := _UNTIL.fullmatch(path.name)) and int(match[1]) > update:
@@ -138,25 +242,32 @@ def without_nan(content: Any) -> Any:
     return None if isinstance(content, float) and not math.isfinite(content) else content
 
 
-def _is_of(name: str, folder: Path) -> bool:
+def _records(storage: Storage) -> Path:
+    # One place on this machine for each URI.
+    digest = hashlib.sha256(storage.name.encode()).hexdigest()[:16]
+    return cache_folder().absolute() / "runs" / digest / storage.path.rpartition("/")[2]
+
+
+def _is_of(name: str, folder: Storage) -> bool:
     # `gpt-2` may be the second run of `gpt`, or one called `gpt-2`.
     try:
-        return RunFolder(folder).config.run.name == name
-    except FormatError:
+        return TrainConfig.from_text(folder.read(CONFIG).decode(), path=f"{folder.name}/{CONFIG}").run.name == name
+    except (OSError, UnicodeDecodeError, FormatError):
         return False
+
+
+def _lines(path: Path) -> list[dict[str, Any]]:
+    lines: list[dict[str, Any]] = []
+    for text in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else ():
+        with contextlib.suppress(json.JSONDecodeError):
+            lines.append(json.loads(text))
+    return lines
 
 
 def _keep_lines(path: Path, wanted: Callable[[dict[str, Any]], bool]) -> None:
     # A last line that is only half written goes, too.
     if not path.exists():
         return
-    kept: list[str] = []
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
-        try:
-            if wanted(json.loads(line)):
-                kept.append(f"{line}\n")
-        except json.JSONDecodeError:
-            continue
     beside = path.with_suffix(".partial")
-    beside.write_text("".join(kept), encoding="utf-8")
+    beside.write_text("".join(f"{json.dumps(line)}\n" for line in _lines(path) if wanted(line)), encoding="utf-8")
     beside.replace(path)

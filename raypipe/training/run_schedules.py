@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Collection
 
 from raypipe.artifacts.plan import Plan
 from raypipe.config import ScheduleConfig, TrainConfig
@@ -41,7 +42,8 @@ def named_schedule(
 ) -> Schedule:
     """Build the configured schedule, over a cut's stage graph if there is one.
 
-    Where stages have copies, updates stand `late` slots later, or by default as late as their sums may last without another version read.
+    Where stages have copies, updates stand `late` slots later, or by default as late as their sums may last without another version read;
+    with a sharded optimizer halfway, since new weights take as long as the sums.
 
     Raises:
         InputError: The name is unknown, or the schedule does not fit the size or cannot train.
@@ -54,9 +56,9 @@ def named_schedule(
     schedule = build(config.schedule.name, dataclasses.replace(request, times=times, latency_s=latency_s))
     if graph is not None:
         schedule = over_graph(schedule, graph, times=times, latency_s=latency_s)
+    schedule = sharded(config, schedule, range(num_workers) if scaling.replicas > 1 else ())
     if scaling.replicas > 1 or len(schedule.pipelines) > 1:
         schedule = late_updates(schedule, late)
-    schedule = sharded(config, schedule)
     validate(schedule)
     if schedule.forward_only:
         raise ConfigError(f"schedule.name {config.schedule.name!r}: this order holds no backward; it cannot train")
@@ -84,18 +86,18 @@ def window_of(schedule: Schedule, num_updates: int) -> Schedule:
     return window
 
 
-def sharded(config: TrainConfig, schedule: Schedule) -> Schedule:
-    """Shard the optimizer over the copies of each stage if so configured."""
+def sharded(config: TrainConfig, schedule: Schedule, replicated_workers: Collection[int]) -> Schedule:
+    """Shard the optimizer over the copies of each stage if so configured; `replicated_workers` are several devices each."""
     if not config.scaling.shard_optimizer or is_sharded(schedule):
         return schedule
-    schedule = shard_optimizer(schedule)
+    schedule = shard_optimizer(schedule, replicated_workers=replicated_workers)
     validate(schedule)
     return schedule
 
 
 def is_sharded(schedule: Schedule) -> bool:
     """Return whether copies of stages publish their updated weights to others."""
-    return any(op.kind is OpKind.PUBLISH for op, _ in schedule.ops())
+    return bool(schedule.published_stages)
 
 
 def stage_times(plan: Plan) -> tuple[tuple[StageTimes, ...], float]:

@@ -30,7 +30,16 @@ from raypipe.schedules.validate import validate
 from raypipe.simulation.compiled import CompiledOrder
 from raypipe.simulation.plan_cost import plan_cost, plan_programs, stage_buckets
 from raypipe.simulation.simulator import Timing, simulate, time_order
-from raypipe.training.checks import check_alike, check_model, check_parts, check_rows, check_runnable, check_staleness, least_rows
+from raypipe.training.checks import (
+    check_alike,
+    check_links,
+    check_model,
+    check_parts,
+    check_rows,
+    check_runnable,
+    check_staleness,
+    least_rows,
+)
 from raypipe.training.run_cluster import Notice, num_measuring_devices, run_topology
 from raypipe.training.run_schedules import device_stages, named_schedule, sharded, stage_times, window_of
 
@@ -89,6 +98,16 @@ class Strategy(ABC):
     def stages(self) -> list[tuple[int, ...]]:
         """Stages of each device."""
         return device_stages(self.schedule, self.placement)
+
+    @property
+    def devices(self) -> list[int]:
+        """Number of the launched slot of each device of the plan."""
+        return list(range(len(self.plan.devices)))
+
+    @property
+    def launched(self) -> tuple[str, ...]:
+        """Name in the plan's topology of the device in each launched slot."""
+        return self.plan.devices
 
     @property
     def microbatch_size(self) -> int:
@@ -247,8 +266,10 @@ class PlannedStrategy(Strategy):
         self.file_plan = plan
         check_model(plan, model)
         check_alike(plan.topology, plan.devices)
+        check_links(plan, config.scaling.transport)
         check_runnable(plan.schedule, plan.placement, plan.microbatch_size)
-        schedules = {size: sharded(config, window_of(plan.schedule, size)) for size in sorted(window_sizes)}
+        replicated = plan.placement.replicated_workers
+        schedules = {size: sharded(config, window_of(plan.schedule, size), replicated) for size in sorted(window_sizes)}
         super().__init__(config, model, schedules=schedules, placement=plan.placement)
 
     @property

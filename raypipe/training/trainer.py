@@ -15,6 +15,7 @@ from raypipe.config import (
     ClusterConfig,
     CommunicationConfig,
     DataConfig,
+    FailureConfig,
     ModelConfig,
     OptimizerConfig,
     Precision,
@@ -27,7 +28,7 @@ from raypipe.errors import ConfigError
 from raypipe.model import Model
 from raypipe.training.checks import with_plan
 from raypipe.training.fit import Fit
-from raypipe.training.result import Listener, Result, Silent
+from raypipe.training.result import Listener, Result, Resume, Silent
 from raypipe.user_code import name_of
 
 
@@ -49,6 +50,7 @@ class Trainer:
         run_config: Length of the run, and where its results go.
         adaptation_config: Whether and when to switch plans.
         communication_config: What devices sum and send each other.
+        failure_config: What the run does about failures.
         plan: `raypipe.plan/1` file that decides about stages, devices, schedule and microbatches.
         faults: Failures to inject, for drills.
 
@@ -75,6 +77,7 @@ class Trainer:
         run_config: RunConfig | None = None,
         adaptation_config: AdaptationConfig | None = None,
         communication_config: CommunicationConfig | None = None,
+        failure_config: FailureConfig | None = None,
         plan: str | None = None,
         faults: FaultScript | None = None,
     ) -> None:
@@ -90,6 +93,7 @@ class Trainer:
             run=run_config or RunConfig(),
             adaptation=adaptation_config or AdaptationConfig(),
             communication=communication_config or CommunicationConfig(),
+            failure=failure_config or FailureConfig(),
             plan=plan,
         )
         self.plan = Plan.load(plan) if plan is not None else None
@@ -119,16 +123,19 @@ class Trainer:
             **sections,
         )
 
-    def fit(self, *, listener: Listener | None = None, resume: bool = False) -> Result:
+    def fit(self, *, listener: Listener | None = None, resume: Resume = False) -> Result:
         """Train, and return the outcome.
 
         Args:
             listener: Receives notices and progress.
-            resume: Whether to go on from the newest checkpoint of this name, whatever stages wrote it.
+            resume: Whether to go on from the newest checkpoint of this name, whatever stages wrote it. With `auto` the newest run of this
+                name goes on, or begins again if it has no checkpoint, or returns its result if it has all updates; without one, a run
+                begins.
 
         Raises:
-            InputError: Configuration, model, data, schedule and cluster do not fit together.
+            InputError: Configuration, model, data, schedule and cluster do not fit together, or another process writes this run.
             RunError: Something failed while running; checkpoints stay.
+            KeyboardInterrupt: By Ctrl-C or SIGTERM: a `StoppedRun` once the window and a checkpoint are done.
         """
         return Fit(
             self.config,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from raypipe.actors.orders import ConnectOrder
+from raypipe.actors.transport.secret import Secret, StoreAddress
 
 
 def test_what_leaves_for_other_nodes_takes_turns_and_what_stays_does_not() -> None:
@@ -14,8 +15,7 @@ def test_what_leaves_for_other_nodes_takes_turns_and_what_stays_does_not() -> No
         nodes=("one", "one", "two", "three"),
         patterns={},
         groups=(),
-        host="127.0.0.1",
-        port=1,
+        store=StoreAddress("127.0.0.1", 1, Secret.new()),
         prefix="run/0",
         connect_timeout_s=1.0,
         message_timeout_s=1.0,

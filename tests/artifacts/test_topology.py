@@ -390,3 +390,31 @@ def test_a_route_over_links_that_do_not_exist_is_refused(change: tuple[str, str]
 def test_a_topology_with_routes_is_read_as_it_was_written() -> None:
     topology = read(ROUTED)
     assert read(codec.to_yaml(topology, format_name=FORMAT)) == topology
+
+
+def test_without_a_link_between_two_nodes_all_other_pairs_are_as_they_were() -> None:
+    nodes = tuple(Node(name=name, devices=(Device(f"{name}0", "cpu"), Device(f"{name}1", "cpu"))) for name in "abc")
+    default = NodeLink(latency_s=1e-4, bandwidth_bytes_per_s=1e9)
+    links = (Link(source="a", target="c", latency_s=2e-4), Link(source="b0", target="a0", latency_s=3e-4, one_way=True))
+    whole = ClusterTopology(name="lab", nodes=nodes, links=links, default_link=default)
+    cut = whole.without_link("a", "b")
+    for source in whole.devices:
+        for target in whole.devices:
+            ends = {whole.node_of(source.name).name, whole.node_of(target.name).name}
+            path = cut.reach(source.name, target.name)
+            if ends == {"a", "b"}:
+                assert not path.exists
+            else:
+                assert path.latency_s == whole.path(source.name, target.name).latency_s
+                assert path.bandwidth_bytes_per_s == whole.path(source.name, target.name).bandwidth_bytes_per_s
+
+
+def test_a_route_over_a_lost_link_is_lost_with_it() -> None:
+    nodes = tuple(Node(name=name, devices=(Device(f"{name}0", "cpu"),)) for name in "abc")
+    links = (
+        Link(source="a", target="b", latency_s=1e-4),
+        Link(source="b", target="c", latency_s=1e-4),
+        Link(source="a", target="c", latency_s=0.0, via=("b",)),
+    )
+    cut = ClusterTopology(name="line", nodes=nodes, links=links).without_link("c", "b")
+    assert [(link.source, link.target) for link in cut.links] == [("a", "b")]

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import os
 import time
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 from rich.console import Console
 
-from raypipe.actors.stage.checkpoint import Checkpoint, CheckpointIndex
+from raypipe.actors.stage.checkpoint import Checkpoint
+from raypipe.artifacts.checkpoint_files import CheckpointIndex, FileSums
 from raypipe.cli import main
 from raypipe.cli.train import TrainScreen
 from raypipe.config import TrainConfig
 from raypipe.data.prepare import prepare
+from raypipe.errors import RunError
 from raypipe.training.result import Progress
 from raypipe.training.run_folder import RunFolder
+from raypipe.training.run_lock import RunLock
+from raypipe.training.trainer import Trainer
 
 CONFIG = """
 format: raypipe.train/1
@@ -117,6 +123,77 @@ def test_what_cannot_go_on_is_refused_and_loses_nothing(
     assert main(["train", str(config), *given, "--resume"]) == 2
     assert message in capsys.readouterr().err
     assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
+
+
+@pytest.mark.parametrize(
+    ("arguments", "resume"),
+    [
+        (["CONFIG"], False),
+        (["CONFIG", "--resume"], True),
+        (["--resume", "CONFIG"], True),
+        (["--resume", "--json", "CONFIG"], True),
+        (["CONFIG", "--resume", "auto"], "auto"),
+        (["--resume", "auto", "CONFIG"], "auto"),
+        (["--resume=auto", "CONFIG"], "auto"),
+        (["--json", "CONFIG", "--resume", "--set", "run.seed=1"], True),
+    ],
+)
+def test_resume_stands_before_and_behind_the_configuration(
+    config: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], resume: bool | str
+) -> None:
+    asked: list[bool | str] = []
+
+    def fit(trainer: Trainer, *, listener: object, resume: bool | str) -> NoReturn:
+        asked.append(resume)
+        raise RunError("far enough")
+
+    monkeypatch.setattr(Trainer, "fit", fit)
+    assert main(["train", *(str(config) if argument == "CONFIG" else argument for argument in arguments)]) == 1
+    assert asked == [resume]
+
+
+@pytest.mark.parametrize("resume", [["--resume"], ["--resume", "auto"]])
+def test_a_second_writer_is_refused_by_name_and_host_and_the_lock_stays(
+    config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], resume: list[str]
+) -> None:
+    folder = RunFolder.create(str(tmp_path), "run")
+    folder.begin(TrainConfig.load(config, overrides=(f"run.storage_path={tmp_path}",)))
+    Checkpoint.finish(folder.new_checkpoint(4), CheckpointIndex(update=4, layers=(), model="raypipe.models.gpt:gpt", seed=0))
+    lock = RunLock(folder.storage)
+    lock.acquire(print)
+    try:
+        assert main(["train", str(config), "--set", f"run.storage_path={tmp_path}", *resume]) == 2
+        message = f"{folder.path} is being written by process {os.getpid()} on host {os.uname().nodename}"
+        assert message in capsys.readouterr().err
+        assert folder.file("run.lock").exists()
+    finally:
+        lock.release()
+
+
+def test_a_uri_that_nothing_serves_is_refused_in_a_sentence(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for resume in ([], ["--resume"], ["--resume", "auto"]):
+        assert main(["train", str(config), "--set", "run.storage_path=s4://bucket/runs", *resume]) == 2
+        error = capsys.readouterr().err
+        assert "run.storage_path 's4://bucket/runs': pyarrow has no file system for this URI" in error
+        assert "Traceback" not in error
+    assert not Path("s4:").exists()
+
+
+def test_only_altered_checkpoints_are_refused_before_any_actor_starts(
+    config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    overrides = (f"run.storage_path={tmp_path}",)
+    folder = RunFolder.create(str(tmp_path), "run")
+    folder.begin(TrainConfig.load(config, overrides=overrides))
+    checkpoint = folder.new_checkpoint(4)
+    sums = {"layer-0000-a.safetensors": FileSums(size_bytes=8, header="00000000", tensors={})}
+    Checkpoint.finish(checkpoint, CheckpointIndex(update=4, layers=("a",), model="raypipe.models.gpt:gpt", seed=0, files=sums))
+    checkpoint.write("layer-0000-a.safetensors", b"short")
+    assert main(["train", str(config), "--set", overrides[0], "--resume", "auto"]) == 2
+    error = capsys.readouterr().err
+    assert "layer-0000-a.safetensors: has 5 bytes, but 8 were written" in error
+    assert "starting" not in error
+    assert not folder.file("run.lock").exists()
 
 
 def test_a_long_step_without_a_terminal_tells_its_time(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,6 +18,7 @@ from raypipe.cluster.slots import ClusterNode, unique_name
 from raypipe.config import ClusterConfig, calibration_file
 from raypipe.errors import FormatError, PlanError, RunError
 from raypipe.network.probe_budget import Budget
+from raypipe.network.rounds import Pair
 from tests.network.max_min import Network
 
 MB = 1e6
@@ -29,15 +30,19 @@ STEP_S = 0.08
 class Simulated(ProbeActors):
     """Nodes with one device each, whose flows take the time that a network of fair flows lets them take."""
 
-    def __init__(self, num_nodes: int, network: Network, *, fails_at: int | None) -> None:
+    def __init__(self, num_nodes: int, network: Network, *, fails_at: int | None, missing: Collection[Pair] = ()) -> None:
         nodes = [ClusterNode(f"id-{number}", f"10.0.0.{number}", num_cpus=1.0) for number in range(num_nodes)]
         names = [node.address for node in nodes]
         super().__init__([node.slots(1) for node in nodes], names, [None] * num_nodes)
         self.infos = {number: ActorInfo(f"id-{number}", name, name, 1, 1, 1 << 30, True, ()) for number, name in enumerate(names)}
         self.network = network
         self.fails_at = fails_at
+        self.missing = missing
         self.num_streamed = 0
         self.now_s = 0.0
+
+    def unreachable(self, pairs: Collection[Pair]) -> set[Pair]:
+        return set(pairs) & set(self.missing)
 
     def monotonic(self) -> float:
         return self.now_s
@@ -79,8 +84,16 @@ Probing = Callable[..., Probed]
 def probed(monkeypatch: pytest.MonkeyPatch) -> Probing:
     """Probes simulated nodes."""
 
-    def of(num_nodes: int, network: Network, budget: Budget | None = None, *, fails_at: int | None = None, gpu_kind: str = "") -> Probed:
-        cluster = Simulated(num_nodes, network, fails_at=fails_at)
+    def of(
+        num_nodes: int,
+        network: Network,
+        budget: Budget | None = None,
+        *,
+        fails_at: int | None = None,
+        gpu_kind: str = "",
+        missing: Collection[Pair] = (),
+    ) -> Probed:
+        cluster = Simulated(num_nodes, network, fails_at=fails_at, missing=missing)
         cluster.infos = {number: replace(info, gpu_kind=gpu_kind, gpu_bytes=80 << 30) for number, info in cluster.infos.items()}
         monkeypatch.setattr("raypipe.cluster.node_links.time", cluster)
         return Probe(cluster, [()] * num_nodes, budget or Budget(), notice=lambda _: None).run("simulated", None)
@@ -101,6 +114,41 @@ def islands(num_nodes: int) -> Network:
     near = set(range(num_nodes // 2))
     uplinks = [frozenset(pair for pair in pairs if (pair[0] in near, pair[1] in near) == ends) for ends in ((True, False), (False, True))]
     return Network(dict.fromkeys(pairs, 100 * MB), [(100 * MB, members) for members in uplinks], noise=0.02)
+
+
+def linked_alone(num_nodes: int, missing: Collection[Pair]) -> Network:
+    """Equal links of their own, and none between missing pairs: who uses those fails."""
+    pairs = [pair for pair in itertools.permutations(range(num_nodes), 2) if (min(pair), max(pair)) not in missing]
+    return Network(dict.fromkeys(pairs, 100 * MB), [], noise=0.02)
+
+
+@pytest.mark.parametrize("num_nodes", [3, 4, 6])
+def test_pairs_that_do_not_reach_each_other_are_pairs_without_a_link(probed: Probing, num_nodes: int) -> None:
+    missing = {(0, 2), (1, num_nodes - 1)} - {(1, 2)} if num_nodes > 3 else {(0, 2)}
+    found = probed(num_nodes, linked_alone(num_nodes, missing), missing=missing)
+    assert found.missing == tuple(sorted(missing))
+    assert found.topology.default_link is None
+    names = [node.name for node in found.topology.nodes]
+    for one, other in itertools.combinations(range(num_nodes), 2):
+        ends = f"{names[one]}/0", f"{names[other]}/0"
+        assert [found.topology.reach(*pair).exists for pair in (ends, ends[::-1])] == [(one, other) not in missing] * 2
+    assert sum("do not reach each other" in text for text in found.notices) == len(missing)
+    assert all(node.clock is not None for node in found.nodes)
+
+
+def test_a_node_that_none_reaches_has_no_links_and_no_clock(probed: Probing) -> None:
+    missing = {(0, 2), (1, 2)}
+    found = probed(3, linked_alone(3, missing), missing=missing)
+    assert [node.clock is None for node in found.nodes] == [False, False, True]
+    assert len(found.topology.islands) == 2
+    assert any("shared links were not looked for: no links lead" in text for text in found.notices)
+
+
+def test_of_nodes_of_which_none_reaches_another_only_the_insides_are_known(probed: Probing) -> None:
+    found = probed(2, linked_alone(2, {(0, 1)}), missing={(0, 1)})
+    assert found.links == {}
+    assert found.topology.links == ()
+    assert found.topology.default_link is None
 
 
 def bandwidths(found: Probed) -> list[float]:

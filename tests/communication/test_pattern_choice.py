@@ -9,8 +9,8 @@ from collections.abc import Sequence
 import pytest
 
 from raypipe.artifacts.topology import ClusterTopology, Device, Link, Node, NodeLink, SharedLink
-from raypipe.communication.pattern_choice import MOST_MESHED, LinkPath, PathOf, best_pattern, candidates, ring_time, sum_pattern, sum_time
-from raypipe.communication.patterns import Pattern, direct, ring
+from raypipe.communication.pattern_choice import LinkPath, PathOf, best_pattern, candidates, ring_time, sum_pattern, sum_time
+from raypipe.communication.patterns import MOST_MESHED, Pattern, direct, ring
 
 RATE = 25e6
 BYTES = 4_000_000

@@ -6,22 +6,8 @@ from collections import Counter
 
 import pytest
 
-from raypipe.communication.patterns import Pattern, direct, ring, slice_starts, tree
-
-PATTERNS = [
-    ring(range(2)),
-    ring(range(5)),
-    ring((0, 2, 1, 3)),
-    direct(range(2)),
-    direct((0, 3, 1, 2)),
-    Pattern(((0, 1), (2, 3))),
-    Pattern(((0, 1), (2, 3)), direct=True),
-    Pattern(((0, 2, 4), (1,), (3, 5))),
-    Pattern(((0, 2, 4), (1,), (3, 5)), direct=True),
-    Pattern(((0, 1, 2, 3),)),
-    tree(((0, 2), (1, 2), (1, 3))),
-    tree(((0, 1), (0, 2), (0, 3))),
-]
+from raypipe.communication.patterns import Pattern, ring, slice_starts, tree
+from tests.communication.patterns import PATTERNS
 
 
 @pytest.mark.parametrize("pattern", PATTERNS, ids=str)

@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import secrets
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -102,6 +103,8 @@ class Cluster(Network):
     ) -> None:
         super().__init__(stack, nodes=nodes, rates=rates, islands=islands, uplink=uplink)
         self._environment = dict(environment)
+        self._token = self.folder / "token"
+        self._token.write_text(secrets.token_hex(32))
 
     @property
     def address(self) -> str:
@@ -116,7 +119,8 @@ class Cluster(Network):
             | DEATH_ENVIRONMENT
             | {
                 "RAY_ADDRESS": self.address,
-                "RAY_AUTH_MODE": "disabled",
+                "RAY_AUTH_MODE": "token",
+                "RAY_AUTH_TOKEN_PATH": str(self._token),
                 "RAY_TMPDIR": str(self._ray_folder(node)),
                 "RAY_USAGE_STATS_ENABLED": "0",
                 # Four nodes' idle workers would take the two cores of a small machine for seconds; stage actors start their own.
@@ -155,6 +159,10 @@ class Cluster(Network):
                 left_s = max(deadline - time.monotonic(), 0.0)
                 what = f"node {number} of {self.name}: ray start, with {timeout_s:g} s for all nodes"
                 finish(process, what=what, timeout_s=left_s)
+
+    def start_node(self, node: int, *, num_cpus: int, timeout_s: float = 60.0) -> None:
+        """Starts Ray on a node once more, after `crash`."""
+        self.run(self._start_command(node, num_cpus, {}), node=node, timeout_s=timeout_s)
 
     def _start_command(self, node: int, num_cpus: int, labels: Mapping[str, str]) -> list[str]:
         role = ["--head", f"--port={PORT}", "--include-dashboard=false"] if node == 0 else [f"--address={self.address}"]

@@ -37,7 +37,8 @@ from raypipe.actors.orders import BuildOrder, ConnectOrder, Identity
 from raypipe.actors.stage.gradient_flow import EdgeSpecs, LayerOutput, edge_specs
 from raypipe.actors.stage.optimizers import build_optimizer
 from raypipe.actors.stage.state import export_layers
-from raypipe.actors.transport.rendezvous import host_store
+from raypipe.actors.transport.secret import Secret, StoreAddress
+from raypipe.actors.transport.store import StoreServer
 from raypipe.actors.transport.tcp_link import Memory
 from raypipe.actors.transport.tcp_sender import Sender
 from raypipe.actors.transport.tcp_way import Entry, Frame, Way
@@ -54,6 +55,7 @@ from raypipe.schedules.request import ScheduleRequest
 from tests.actors.oracles import RandomTokens
 
 NAMES = ("alpha", "beta", "gamma", "delta")
+SECRET = Secret(b"of members in network namespaces")
 STAGES = (0, 0, 1, 1)
 """Of each device; a worker's copies share the rows."""
 PLACEMENT = Placement((((0, 0.5), (1, 0.5)), ((2, 0.5), (3, 0.5))))
@@ -224,8 +226,7 @@ class Child:
             nodes=NAMES,
             groups=tuple(sorted({item.collective.devices for _, item in items if isinstance(item, Start)})),
             patterns={},
-            host="10.77.0.1",
-            port=port,
+            store=StoreAddress("10.77.0.1", port, SECRET),
             prefix=attempt.prefix,
             connect_timeout_s=20.0,
             message_timeout_s=TIMEOUT_S,
@@ -328,11 +329,10 @@ def main() -> None:
 
 def serve_store(folder: Path) -> None:
     """Host the store where members meet until stdin ends."""
-    store, port = host_store("10.77.0.1", timeout_s=30.0)
-    (folder / "port").write_text(str(port))
-    tell(store=port)
-    sys.stdin.read()
-    del store
+    with StoreServer("10.77.0.1", secret=SECRET) as server:
+        (folder / "port").write_text(str(server.address.port))
+        tell(store=server.address.port)
+        sys.stdin.read()
 
 
 if __name__ == "__main__":

@@ -254,6 +254,17 @@ class Network:
         relay.stdin.write(f"{seconds}\n")
         relay.stdin.flush()
 
+    def part(self, one: int, other: int) -> None:
+        """Lets no packet pass between two nodes, and tells nobody, as a firewall does; all else passes."""
+        for node, peer in ((one, other), (other, one)):
+            # To an address that no interface has.
+            self._namespaces[node].configure("ip", [f"neigh replace {self.nodes[peer].ip} lladdr 02:00:00:00:00:01 dev e0 nud permanent"])
+
+    def join(self, one: int, other: int) -> None:
+        """Undoes `part`."""
+        for node, peer in ((one, other), (other, one)):
+            self._namespaces[node].configure("ip", [f"neigh del {self.nodes[peer].ip} dev e0"])
+
     def cut(self, node: int) -> None:
         """Pulls the plug of a node's cable: nothing gets in or out, and nobody is told."""
         self._switch.configure("ip", [f"link set p{node} down"])
@@ -265,6 +276,22 @@ class Network:
     def kill(self, node: int) -> None:
         """Ends all processes of a node at once, as SIGKILL does, and removes the node; it does not come back."""
         self._namespaces[node].end()
+
+    def crash(self, node: int) -> None:
+        """Ends all processes of a node at once, as when a machine is switched off and on again; the node stays."""
+        self._namespaces[node].crash()
+
+    def sever(self, one: int, other: int) -> None:
+        """Lets nothing pass between two nodes, which still reach all others; nobody is told. `rejoin` undoes it."""
+        self._route("add", one, other)
+
+    def rejoin(self, one: int, other: int) -> None:
+        """Lets two severed nodes reach each other again."""
+        self._route("del", one, other)
+
+    def _route(self, verb: str, one: int, other: int) -> None:
+        for source, target in ((one, other), (other, one)):
+            self._namespaces[source].configure("ip", [f"route {verb} blackhole {self.nodes[target].ip}/32"])
 
     def pids(self, node: int) -> list[int]:
         """The processes of a node, by the ids that they have outside; none after `kill`."""
@@ -513,6 +540,17 @@ class _Namespace:
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     process.wait(timeout=1)
                 raise NetworkError(f"{self._what}: process {process.pid} was killed and has not ended within {_KILLED_S:g} s")
+
+    def crash(self) -> None:
+        """Ends all processes inside but the one that holds the namespace."""
+        deadline = time.monotonic() + _KILLED_S
+        while left := [pid for pid in self.pids() if pid != self.pid]:
+            for pid in left:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            if time.monotonic() > deadline:
+                raise NetworkError(f"{self._what}: the processes {left} were killed and have not ended within {_KILLED_S:g} s")
+            time.sleep(0.05)
 
     def _enter(self, *namespaces: str) -> list[str]:
         if self._holder.poll() is not None:

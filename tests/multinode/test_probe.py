@@ -14,14 +14,19 @@ from typing import Any
 
 import pytest
 
+from raypipe.artifacts.profile import ModelProfile
 from raypipe.artifacts.topology import ClusterTopology
+from raypipe.schedules.catalogue import build
+from raypipe.schedules.request import ScheduleRequest
 from tests.multinode.cluster import Cluster
 from tests.multinode.driver import Driver
 from tests.multinode.network import NetworkError
+from tests.on_ray.plans import plan_of
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(240)]
 
 MBIT = 1e6 / 8
+SCHEDULE = build("1f1b", ScheduleRequest(4, 4))
 PAIRS = tuple(itertools.permutations(range(4), 2))
 RATES = dict(zip(PAIRS, (rate * MBIT for rate in (50, 100, 200, 1000, 400, 75, 150, 300, 600, 800, 500, 250)), strict=True))
 
@@ -178,7 +183,14 @@ def test_the_passive_estimate_follows_a_link_that_changes(four: Cluster, tmp_pat
             source, target = link.split()
             lines = [line for line in four.run(METRICS, timeout_s=60).stdout.splitlines() if f'source="{source}",target="{target}"' in line]
             found = {line.split("{")[0].removeprefix("ray_raypipe_link_"): float(line.split()[-1]) for line in lines}
-            assert found.keys() >= {"bandwidth_bytes_per_s", "age_seconds", "changes", "busy_ratio", "queued_bytes", "bytes_total"}
+            assert found.keys() >= {
+                "bandwidth_bytes_per_second",
+                "age_seconds",
+                "changes_total",
+                "busy_ratio",
+                "queued_bytes",
+                "bytes_total",
+            }
             assert 0 < found["busy_ratio"] < 1
             assert found["bytes_total"] > 1e6
             assert any('traffic="message"' in line for line in lines)
@@ -214,3 +226,29 @@ def test_a_link_that_carries_nothing_is_named(four: Cluster, commands: Driver) -
     finally:
         four.set_rate(2, 3, RATES[2, 3])
     assert none_left(four) == []
+
+
+def test_nodes_that_do_not_reach_each_other_are_no_pair_of_a_plan(four: Cluster, commands: Driver, tmp_path: Path) -> None:
+    path = tmp_path / "topology.yaml"
+    four.part(1, 3)
+    try:
+        found = probed(commands, "--devices-per-node", "1", "-o", path)
+        topology = ClusterTopology.load(path)
+        profile = ModelProfile.uniform(4, forward_s=0.01, backward_s=0.02, output_bytes=10_000, parameter_bytes=10_000)
+        # The plan's first device does not reach its last one, and need not.
+        apart, next_to = ((1, 0, 2, 3), (0, 1, 3, 2))
+        for order in (apart, next_to):
+            plan = plan_of(profile, topology, SCHEDULE, [[(f"node{node}/0", 1.0)] for node in order], sizes=[1] * 4, microbatch_size=1)
+            plan.save(tmp_path / f"{order[0]}.json")
+        rehearsal = commands.json("rehearse", tmp_path / "1.json", "--updates", "1")
+        with pytest.raises(NetworkError, match=r"no link between them"):
+            commands.json("rehearse", tmp_path / "0.json", "--updates", "1")
+    finally:
+        four.join(1, 3)
+    assert found["missing_links"] == [["node1", "node3"]]
+    assert {frozenset((link["from"], link["to"])) for link in found["links"]} == {
+        frozenset(pair) for pair in itertools.combinations(numbers(four), 2) if pair != ("node1", "node3")
+    }
+    assert any("node1 and node3 do not reach each other" in text for text in found["notices"])
+    assert not topology.reach("node1/0", "node3/0").exists
+    assert rehearsal["update_s"] > 0

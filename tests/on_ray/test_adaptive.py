@@ -36,6 +36,7 @@ def trainer(
     max_staleness: int | None = None,
     max_mean_staleness: float | None = None,
     devices: int = 4,
+    shard_optimizer: bool = False,
 ) -> Trainer:
     return Trainer(
         "raypipe.models.mlp:mlp",
@@ -50,7 +51,7 @@ def trainer(
             max_mean_staleness=max_mean_staleness,
         ),
         optimizer_config=adamw_settings(max_grad_norm=MAX_GRAD_NORM),
-        scaling_config=ScalingConfig(num_devices=devices),
+        scaling_config=ScalingConfig(num_devices=devices, shard_optimizer=shard_optimizer),
         cluster_config=ClusterConfig(message_timeout_s=60.0),
         run_config=RunConfig(name="test", storage_path=str(folder), num_updates=NUM_UPDATES),
         adaptation_config=adaptation,
@@ -81,8 +82,9 @@ WAYS = [
 ]
 
 
-def test_a_run_that_is_moved_four_times_equals_the_unsplit_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Adam's moments travel with their layers: without them losses differ after the first switch."""
+@pytest.mark.parametrize("sharded", [False, True])
+def test_a_run_that_is_moved_four_times_equals_the_unsplit_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sharded: bool) -> None:
+    """Adam's moments travel with their layers, also from copies that divide them: without them losses differ after the first switch."""
     scripted(monkeypatch, WAYS)
     torch.set_num_threads(1)
     unsplit = train_unsplit(
@@ -95,7 +97,8 @@ def test_a_run_that_is_moved_four_times_equals_the_unsplit_model(tmp_path: Path,
         decay_matrices_only=0.01,
     )
     notices = Notices()
-    result = trainer(tmp_path, schedule="1f1b", adaptation=AdaptationConfig(enabled=True)).fit(listener=notices)
+    adaptation = AdaptationConfig(enabled=True)
+    result = trainer(tmp_path, schedule="1f1b", adaptation=adaptation, shard_optimizer=sharded).fit(listener=notices)
     assert result.losses == pytest.approx(unsplit.losses, abs=1e-10)
     for index, weights in enumerate(unsplit.layers):
         saved = result.checkpoint.load_layer(index)

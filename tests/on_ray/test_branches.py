@@ -16,7 +16,7 @@ from raypipe.actors.execution.batches import FileSource
 from raypipe.actors.execution.faults import FaultKind, FaultScript
 from raypipe.artifacts.cut import Cut
 from raypipe.artifacts.plan import Plan, Replica, make_plan
-from raypipe.config import AdaptationConfig, DataConfig, OptimizerConfig, RunConfig, ScalingConfig, ScheduleConfig, Transport
+from raypipe.config import AdaptationConfig, DataConfig, FailureConfig, OptimizerConfig, RunConfig, ScalingConfig, ScheduleConfig, Transport
 from raypipe.data.fields import Rows, write_rows
 from raypipe.errors import PlanError, StageFailedError
 from raypipe.model import Model
@@ -188,6 +188,7 @@ def follower(
         optimizer_config=OptimizerConfig(learning_rate=1e-2, final_learning_rate=1e-2, warmup_updates=0, beta2=0.999, weight_decay=0.01),
         scaling_config=ScalingConfig(transport=transport),
         run_config=RunConfig(name="placed", storage_path=str(folder), num_updates=num_updates),
+        failure_config=FailureConfig(max_failures=0),
         plan=str(folder / "plan.json"),
         faults=faults,
     )

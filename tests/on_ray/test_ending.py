@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -12,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from raypipe.actors.stage.checkpoint import Checkpoint
 from raypipe.data.prepare import prepare
 from tests.on_ray.conftest import Brand
 
@@ -52,12 +54,12 @@ def start(brand: Brand, command: str, *arguments: str | Path) -> subprocess.Pope
     )
 
 
-def wait_for(process: subprocess.Popen[bytes], text: bytes) -> None:
-    """Read stderr until a line has the text."""
+def wait_for(process: subprocess.Popen[bytes], text: bytes) -> bytes:
+    """Read stderr until a line has the text, and return that line."""
     assert process.stderr is not None
     for line in process.stderr:
         if text in line:
-            return
+            return line
     pytest.fail(f"the run ended before it said {text!r}")
 
 
@@ -69,44 +71,98 @@ def none_left(brand: Brand) -> dict[int, str]:
     return left
 
 
-@pytest.mark.parametrize("moment", ["importing", "starting-ray", "launching", "training"])
-@pytest.mark.parametrize("to", ["process", "group"])
-def test_ctrl_c_at_any_moment_leaves_no_process(config: Path, brand: Brand, moment: str, to: str) -> None:
+@pytest.mark.parametrize("moment", ["importing", "starting-ray", "launching"])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_before_the_first_update_ends_the_run_and_leaves_no_process(
+    config: Path, brand: Brand, moment: str, number: signal.Signals
+) -> None:
     process = start(brand, "train", config)
     try:
         if moment == "importing":
             time.sleep(0.6)
-        elif moment == "starting-ray":
-            wait_for(process, b"run folder")
-            time.sleep(1.0)
-        elif moment == "launching":
-            wait_for(process, b"run folder")
-            time.sleep(4.0)
         else:
-            wait_for(process, b"update 10/")
-        if to == "group":
-            os.killpg(process.pid, signal.SIGINT)
+            wait_for(process, b"run folder")
+            time.sleep(1.0 if moment == "starting-ray" else 4.0)
+        if number is signal.SIGINT:
+            os.killpg(process.pid, number)
         else:
-            process.send_signal(signal.SIGINT)
-        _, stderr = process.communicate(timeout=60)
+            process.send_signal(number)
+        _, stderr = process.communicate(timeout=90)
         assert none_left(brand) == {}
         if moment != "importing":
             assert process.returncode == 130, stderr.decode()[-2000:]
             assert b"Traceback" not in stderr
-        if moment == "training":
-            assert re.search(rb"interrupted after update \d*[05]; it wrote no checkpoint \(run.checkpoint_every is 0\)", stderr)
+            assert b"interrupted before the first update was done: `--resume auto` begins again" in stderr
     finally:
         process.kill()
         process.communicate()
 
 
-def test_sigterm_ends_a_run_as_ctrl_c_does(config: Path, brand: Brand) -> None:
-    process = start(brand, "train", config)
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_while_training_ends_the_window_and_saves_and_the_same_command_goes_on(
+    config: Path, brand: Brand, number: signal.Signals
+) -> None:
+    before = 0
+    for _ in range(2):
+        process = start(brand, "train", config, "--resume", "auto")
+        try:
+            first = wait_for(process, b"training updates")
+            wait_for(process, b"/100000")
+            if number is signal.SIGINT:
+                os.killpg(process.pid, number)  # as a terminal does: to the actors, too
+            else:
+                process.send_signal(number)
+            _, stderr = process.communicate(timeout=90)
+        finally:
+            process.kill()
+            process.communicate()
+        assert process.returncode == 130, stderr.decode()[-2000:]
+        assert b"Traceback" not in stderr
+        assert none_left(brand) == {}
+        stopped = re.search(rb"stopped after update (\d+), saved in (\S+); `--resume auto` goes on from there", stderr)
+        assert stopped, stderr.decode()[-2000:]
+        saved = Checkpoint.open(stopped[2].decode())
+        saved.check()
+        assert saved.index.update == int(stopped[1])
+        assert saved.index.update % 5 == 0
+        assert Path(saved.path).parents[1].name == "stopped", "the second command goes on in the folder of the first"
+        assert f"training updates {before + 1} to" in first.decode(), "the second goes on where the first ended"
+        before = saved.index.update
+    folder = config.parent / "runs" / "stopped"
+    assert json.loads((folder / "failure.json").read_text()) == {"problem": "stopped on request", "kind": "StoppedRun", "updates": before}
+    assert (folder / "timeline.html").is_file()
+    assert not (folder / "run.lock").exists()
+
+
+def test_a_second_signal_ends_a_run_at_once_and_says_what_is_lost(config: Path, brand: Brand) -> None:
+    process = start(brand, "train", config, "--set", "schedule.updates_per_window=3000")
     try:
-        wait_for(process, b"update 10/")
+        wait_for(process, b"training updates")
+        time.sleep(2)
         process.terminate()
-        process.communicate(timeout=60)
+        wait_for(process, b"ending the window")
+        since_s = time.monotonic()
+        process.terminate()
+        _, stderr = process.communicate(timeout=60)
+        assert time.monotonic() - since_s < 20
         assert process.returncode == 130
+        assert b"interrupted before the first update was done: `--resume auto` begins again" in stderr
+        assert b"Traceback" not in stderr
+        assert none_left(brand) == {}
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def test_the_end_of_the_grace_ends_a_run(config: Path, brand: Brand) -> None:
+    process = start(brand, "train", config, "--set", "schedule.updates_per_window=3000", "--set", "run.grace_s=1")
+    try:
+        wait_for(process, b"training updates")
+        time.sleep(2)
+        process.terminate()
+        _, stderr = process.communicate(timeout=60)
+        assert process.returncode == 130
+        assert b"begins again" in stderr
         assert none_left(brand) == {}
     finally:
         process.kill()

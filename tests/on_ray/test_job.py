@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 import socket
 import subprocess
 import sys
@@ -52,8 +53,11 @@ def cluster(brand: Brand) -> Iterator[Cluster]:
     """A head node of its own, ended by process id."""
     folder = tempfile.mkdtemp(prefix="rp")  # Ray's sockets lie in it; their paths must be short
     gcs, dashboard, agent = free_ports(3)
+    token = Path(folder) / "token"
+    token.write_text(secrets.token_hex(32))
     environment = brand.environment | {
-        "RAY_AUTH_MODE": "disabled",
+        "RAY_AUTH_MODE": "token",
+        "RAY_AUTH_TOKEN_PATH": str(token),
         "RAY_USAGE_STATS_ENABLED": "0",
         "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
     }

@@ -20,7 +20,17 @@ from raypipe.actors.stage.checkpoint import Checkpoint
 from raypipe.actors.stage.optimizers import build_optimizer
 from raypipe.artifacts.plan import Plan
 from raypipe.artifacts.trace import Source, Trace
-from raypipe.config import ClusterConfig, DataConfig, OptimizerConfig, OptimizerName, RunConfig, ScalingConfig, ScheduleConfig, Transport
+from raypipe.config import (
+    ClusterConfig,
+    DataConfig,
+    FailureConfig,
+    OptimizerConfig,
+    OptimizerName,
+    RunConfig,
+    ScalingConfig,
+    ScheduleConfig,
+    Transport,
+)
 from raypipe.data.prepare import prepare
 from raypipe.errors import ConfigError, PlanError, StageFailedError
 from raypipe.models.mlp import mlp
@@ -67,6 +77,7 @@ def trainer(
     transport: Transport = Transport.AUTO,
     max_grad_norm: float | None = MAX_GRAD_NORM,
     shard_optimizer: bool = False,
+    replicas: int = 1,
     optimizer: OptimizerName = OptimizerName.ADAMW,
 ) -> Trainer:
     return Trainer(
@@ -77,9 +88,10 @@ def trainer(
             name=schedule, num_microbatches=NUM_MICROBATCHES, microbatch_size=NUM_ROWS, num_chunks=chunks, updates_per_window=7
         ),
         optimizer_config=dataclasses.replace(adamw_settings(max_grad_norm=max_grad_norm), name=optimizer),
-        scaling_config=ScalingConfig(num_devices=devices, transport=transport, shard_optimizer=shard_optimizer),
+        scaling_config=ScalingConfig(num_devices=devices, transport=transport, shard_optimizer=shard_optimizer, replicas=replicas),
         cluster_config=ClusterConfig(message_timeout_s=message_timeout_s),
         run_config=RunConfig(name="test", storage_path=str(folder), num_updates=num_updates, checkpoint_every=checkpoint_every),
+        failure_config=FailureConfig(max_failures=0),
         faults=faults,
     )
 
@@ -189,6 +201,19 @@ def test_a_run_resumes_at_another_number_of_stages_as_if_it_had_never_stopped(tm
 
 
 @pytest.mark.usefixtures("shared_actors")
+def test_a_divided_optimizer_is_saved_as_a_whole_one_and_resumes_at_another_number_of_copies(tmp_path: Path, unsplit: Trained) -> None:
+    """Three copies of one stage, then two of each of two, then one."""
+    runs = [(8, 3, 3, True), (14, 4, 2, True), (NUM_UPDATES, 2, 1, False)]
+    found = [
+        trainer(tmp_path, devices=devices, replicas=replicas, num_updates=num_updates, shard_optimizer=sharded).fit(resume=number > 0)
+        for number, (num_updates, devices, replicas, sharded) in enumerate(runs)
+    ]
+    assert [loss for each in found for loss in each.losses] == pytest.approx(unsplit.losses, abs=1e-10)
+    states = [each.checkpoint.load_layer(3).keys() for each in found]
+    assert states[0] == states[1] == states[2]
+
+
+@pytest.mark.usefixtures("shared_actors")
 def test_a_run_resumes_at_an_update_where_no_window_of_a_fresh_run_would_begin(tmp_path: Path) -> None:
     whole = trainer(tmp_path / "whole", devices=2, num_updates=18).fit()
     first = trainer(tmp_path / "halves", devices=2, num_updates=9).fit()
@@ -243,9 +268,11 @@ class Watcher:
 TELLS_MEMORY = os.access("/proc/self/clear_refs", os.W_OK)
 METRICS = (
     "ray_raypipe_loss",
-    "ray_raypipe_tokens_per_s",
-    "ray_raypipe_busy_seconds",
-    "ray_raypipe_wait_seconds",
+    "ray_raypipe_tokens_per_second",
+    "ray_raypipe_gradient_norm",
+    "ray_raypipe_learning_rate",
+    "ray_raypipe_busy_seconds_total",
+    "ray_raypipe_wait_seconds_total",
     *(["ray_raypipe_peak_memory_bytes"] if TELLS_MEMORY else []),
 )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -11,9 +12,10 @@ from hypothesis import strategies as st
 
 from raypipe.artifacts.plan import Plan
 from raypipe.artifacts.profile import LayerProfile, ModelProfile, NamedEdge
-from raypipe.artifacts.topology import ClusterTopology
+from raypipe.artifacts.topology import ClusterTopology, Device, Node, NodeLink
+from raypipe.planning.branch_placement import Layers
 from raypipe.planning.evaluator import LayoutEvaluator
-from raypipe.planning.layer_order import canonical, listed, lists
+from raypipe.planning.layer_order import canonical, depth_first, listed, lists
 from raypipe.planning.layout import Layout
 from raypipe.planning.plan import plan
 from raypipe.planning.problem import Problem
@@ -165,3 +167,74 @@ def test_memory_is_that_of_the_list_as_given() -> None:
     )
     assert not found.missing_bytes
     assert found.layout.recomputed
+
+
+# Skips and joins without declared branches
+
+
+def cells(num_cells: int, *, names: Sequence[str] = ("left", "right", "joined")) -> ModelProfile:
+    """Cells of two unequal ways and a join, each of which reads the two cells before it, as NASNet's do."""
+    rng = random.Random(num_cells)
+    layers: list[LayerProfile] = []
+    edges: list[tuple[str, str]] = []
+    ends = ["stem"]
+    for name in ("stem", *(f"{name}-{cell}" for cell in range(num_cells) for name in names)):
+        forward_s = rng.uniform(0.1, 1.0)
+        layers.append(
+            LayerProfile(
+                name=name,
+                forward_s=forward_s,
+                backward_s=2 * forward_s,
+                weight_grad_s=forward_s,
+                output_bytes=rng.randrange(1, 9) * 1000,
+                saved_bytes=1000,
+                parameter_bytes=1000,
+            )
+        )
+        if name != "stem":
+            way, cell = name.split("-")
+            if way == names[-1]:
+                edges += [(f"{other}-{cell}", name) for other in names[:-1]]
+                ends.append(name)
+            else:
+                edges += [(source, name) for source in ends[-2:]]
+    named = tuple(NamedEdge(producer=producer, consumer=consumer) for producer, consumer in edges)
+    return ModelProfile(name="cells", microbatch_size=4, layers=tuple(layers), named_edges=named)
+
+
+def crossing(profile: ModelProfile, layers: Layers) -> float:
+    return float(listed(on_three(profile), layers).crossing_bytes.sum())
+
+
+def on_three(profile: ModelProfile) -> Problem:
+    nodes = tuple(Node(name=f"n{number}", devices=(Device(f"n{number}/0", "cpu"),)) for number in range(3))
+    topology = ClusterTopology(name="three", nodes=nodes, default_link=NodeLink(latency_s=0.01, bandwidth_bytes_per_s=10_000))
+    return Problem(profile, topology, 4, 4)
+
+
+@pytest.mark.parametrize("num_cells", [3, 8])
+def test_skips_and_joins_are_listed_so_that_few_bytes_cross(num_cells: int) -> None:
+    profile = cells(num_cells)
+    chosen, layers = canonical(on_three(profile))
+    assert chosen.crossing_bytes.sum() <= crossing(profile, depth_first(profile))
+    rng = random.Random(1)
+    for _ in range(20):
+        other = random_list(profile, rng)
+        assert chosen.crossing_bytes.sum() <= 1.02 * on_three(other).crossing_bytes.sum()
+        # Whatever the list, its layers come in the same order.
+        assert canonical(on_three(other))[0].profile.layers == chosen.profile.layers
+    assert sorted(layers) == list(range(profile.num_layers))
+
+
+def test_every_tensor_that_crosses_a_cut_is_in_its_messages() -> None:
+    # Behind the second cell's end, a cut carries the end of the first one, too.
+    profile = cells(4)
+    problem, _ = canonical(on_three(profile))
+    names = [layer.name for layer in problem.profile.layers]
+    cut = names.index("joined-1") + 1
+    sent = {"joined-0", "joined-1"}
+    assert problem.crossing_bytes[cut] == sum(layer.output_bytes for layer in profile.layers if layer.name in sent)
+    found = LayoutEvaluator(problem).simulate(Layout((0, cut, problem.num_layers), ((0,), (1,))))
+    assert found is not None
+    carried = sum(cost for cost in found.timing.cost.edge_bytes.values())
+    assert carried == problem.crossing_bytes[cut]

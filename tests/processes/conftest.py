@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from raypipe.actors.transport.process import ProcessTransport
-from raypipe.actors.transport.rendezvous import host_store
+from raypipe.actors.transport.secret import Secret, StoreAddress
+from raypipe.actors.transport.store import StoreServer
 from tests.processes.process_ends import INTERFACE, Make, Peers, connect_and_hang, settings
 
 _runs = itertools.count()
@@ -23,19 +24,18 @@ def loopback(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(scope="module")
-def store_port() -> Iterator[int]:
-    store, port = host_store("127.0.0.1", timeout_s=20.0)
-    yield port
-    del store
+def store() -> Iterator[StoreAddress]:
+    with StoreServer("127.0.0.1", secret=Secret.new()) as server:
+        yield server.address
 
 
 @pytest.fixture
-def make(store_port: int, loopback: None) -> Iterator[Make]:
+def make(store: StoreAddress, loopback: None) -> Iterator[Make]:
     made: list[ProcessTransport] = []
     run = next(_runs)
 
     def one(device: int, num_devices: int = 2, **changed: Any) -> ProcessTransport:
-        made.append(ProcessTransport(**settings(device, num_devices=num_devices, run=run, port=store_port, **changed)))
+        made.append(ProcessTransport(**settings(device, num_devices=num_devices, run=run, **({"store": store} | changed))))
         return made[-1]
 
     yield one
@@ -44,7 +44,7 @@ def make(store_port: int, loopback: None) -> Iterator[Make]:
 
 
 @pytest.fixture
-def peers(make: Make, store_port: int) -> Iterator[Peers]:
+def peers(make: Make, store: StoreAddress) -> Iterator[Peers]:
     context = multiprocessing.get_context("spawn")
     processes: list[BaseProcess] = []
 
@@ -54,7 +54,7 @@ def peers(make: Make, store_port: int) -> Iterator[Peers]:
         mine = make(0, num_devices, connect_timeout_s=40.0, **changed)
         common = {key: value for key, value in changed.items() if key in {"shared", "groups", "over_tcp", "communication", "ways"}}
         for device in range(1, num_devices):
-            other = settings(device, num_devices=num_devices, run=0, port=store_port, prefix=mine.prefix, connect_timeout_s=40.0, **common)
+            other = settings(device, num_devices=num_devices, run=0, store=store, prefix=mine.prefix, connect_timeout_s=40.0, **common)
             process = context.Process(target=target, args=(other,), daemon=True)
             process.start()
             processes.append(process)

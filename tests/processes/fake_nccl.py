@@ -271,6 +271,29 @@ class FakeCommunicator:
 
         self._put(stream, act)
 
+    def to_owners(self, parts: Sequence[tuple[Tensor, int | None]], stream: deque[Task]) -> None:
+        """See `Communicator`; what a rank does not own is anything afterwards."""
+        for tensor, owner in parts:
+            self.all_reduce(tensor, stream)
+            if owner not in {None, self.rank}:
+                start, size = tensor.data_ptr(), tensor.nbytes
+
+                def spoil(start: int = start, size: int = size) -> bool:
+                    ctypes.memset(start, 0x7F, size)
+                    return True
+
+                self._put(stream, spoil)
+
+    def from_owners(self, parts: Sequence[tuple[Tensor, int]], stream: deque[Task]) -> None:
+        """See `Communicator`."""
+        for tensor, owner in parts:
+            if owner == self.rank:
+                for peer in range(self.num_ranks):
+                    if peer != owner:
+                        self.send([tensor], peer, stream)
+            else:
+                self.recv([tensor], owner, stream)
+
     def problem(self) -> str | None:
         """See `Communicator`."""
         return CLOSED_BY_PEER if self.meeting.ended else None

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from raypipe.actors.transport.process import ProcessTransport
+from raypipe.actors.transport.secret import StoreAddress
 from raypipe.actors.transport.shm_channel import Description
 from raypipe.actors.transport.tcp_link import HEADER, Kind
 from tests.processes.transport_contract import GROUPS, NAMES, announced, gradient, together
@@ -33,13 +34,13 @@ def all_channels(num_devices: int) -> list[tuple[int, int]]:
     return list(itertools.permutations(range(num_devices), 2))
 
 
-def settings(device: int, *, num_devices: int, run: int, port: int, **changed: Any) -> dict[str, Any]:
+def settings(device: int, *, num_devices: int, run: int, store: StoreAddress, **changed: Any) -> dict[str, Any]:
     return {
         "device": device,
         "names": NAMES,
         "channels": all_channels(num_devices),
         "groups": [members for members in GROUPS if max(members) < num_devices],
-        "store": ("127.0.0.1", port),
+        "store": store,
         "prefix": f"{run}/0",
         "timeout_s": 20.0,
     } | changed

@@ -20,8 +20,9 @@ import torch
 
 from raypipe.actors.transport.process import ProcessTransport
 from raypipe.actors.transport.protocol import Pending
-from raypipe.actors.transport.rendezvous import host_store
+from raypipe.actors.transport.secret import Secret, StoreAddress
 from raypipe.actors.transport.sockets import connections, interface_of
+from raypipe.actors.transport.store import StoreServer
 from raypipe.errors import AbortedError, InputError, TransportError, TransportTimeoutError
 from tests.processes.process_ends import INTERFACE, Make, Peers
 from tests.processes.transport_contract import (
@@ -77,7 +78,7 @@ def test_a_device_that_does_not_come_is_named(make: Make) -> None:
 def test_a_store_that_does_not_answer_is_named(make: Make) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-    end = make(0, store=("127.0.0.1", port), connect_timeout_s=0.3)
+    end = make(0, store=StoreAddress("127.0.0.1", port, Secret.new()), connect_timeout_s=0.3)
     with pytest.raises(
         TransportTimeoutError, match=rf"device alpha: connecting with device \(store 127.0.0.1:{port}\): there is no answer"
     ):
@@ -117,10 +118,9 @@ def test_a_device_alone_connects_at_once(make: Make) -> None:
 
 
 def test_a_run_goes_on_when_the_store_is_gone(make: Make) -> None:
-    store, port = host_store("127.0.0.1", timeout_s=5.0)
-    ends = [make(device, store=("127.0.0.1", port)) for device in PAIR]
-    together(*(end.connect for end in ends))
-    del store
+    with StoreServer("127.0.0.1", secret=Secret.new()) as server:
+        ends = [make(device, store=server.address) for device in PAIR]
+        together(*(end.connect for end in ends))
     open_both(ends[0], ends[1], [announced(activation(0), torch.tensor(0))])
     ends[0].send(activation(0), 1, [torch.tensor(5)])
     assert int(ends[1].recv(activation(0), 0)[0]) == 5
@@ -248,20 +248,19 @@ def test_a_descriptor_that_was_given_to_another_socket_is_left_alone() -> None:
 # Several processes
 
 
-def _host_store_and_hang(port: Queue[int]) -> None:
-    store, number = host_store("127.0.0.1", timeout_s=20.0)
-    port.put(number)
-    threading.Event().wait(50.0)
-    del store
+def _host_store_and_hang(address: Queue[StoreAddress]) -> None:
+    with StoreServer("127.0.0.1", secret=Secret.new()) as server:
+        address.put(server.address)
+        threading.Event().wait(50.0)
 
 
 def test_abort_ends_the_wait_for_a_store_that_hangs(make: Make) -> None:
     context = multiprocessing.get_context("spawn")
-    port: Queue[int] = context.Queue()
-    process = context.Process(target=_host_store_and_hang, args=(port,), daemon=True)
+    address: Queue[StoreAddress] = context.Queue()
+    process = context.Process(target=_host_store_and_hang, args=(address,), daemon=True)
     process.start()
     try:
-        end = make(0, store=("127.0.0.1", port.get(timeout=40.0)))
+        end = make(0, store=address.get(timeout=40.0))
         assert process.pid is not None
         stop = threading.Timer(0.1, os.kill, (process.pid, signal.SIGSTOP))
         stop.start()
@@ -270,18 +269,19 @@ def test_abort_ends_the_wait_for_a_store_that_hangs(make: Make) -> None:
     finally:
         process.kill()
         process.join()
-        port.close()
-        port.join_thread()
+        address.close()
+        address.join_thread()
 
 
 LEAVES_WITHOUT_CLOSE = """
 import torch
-from raypipe.actors.transport.rendezvous import host_store
+from raypipe.actors.transport.secret import Secret, StoreAddress
+from raypipe.actors.transport.store import StoreServer
 from raypipe.actors.transport.process import ProcessTransport
 from tests.processes.process_ends import settings
 from tests.processes.transport_contract import *
-store, port = host_store("127.0.0.1", timeout_s=20.0)
-first, second = [ProcessTransport(**settings(device, num_devices=2, run=0, port=port, over_tcp=False)) for device in PAIR]
+server = StoreServer("127.0.0.1", secret=Secret.new())
+first, second = [ProcessTransport(**settings(device, num_devices=2, run=0, store=server.address, over_tcp=False)) for device in PAIR]
 together(first.connect, second.connect)
 first.open_window({1: [announced(gradient(0), torch.ones(2))]}, {1: [announced(activation(0), torch.ones(2))]})
 first.send(activation(0), 1, [torch.ones(2)])

@@ -7,31 +7,11 @@ from typing import Any
 import pytest
 import torch
 
-from raypipe.actors.local import LocalPipeline
 from raypipe.actors.transport.protocol import Places
-from raypipe.schedules.collectives import Start
-from tests.lookups import COPIES, Outcome, check_same_bits, dense, outcome, pipeline, table_gpt
-from tests.processes.process_ends import Make, all_channels
+from tests.lookups import COPIES, check_same_bits, dense, pipeline, table_gpt
+from tests.processes.over_tcp import over_tcp
+from tests.processes.process_ends import Make
 from tests.processes.transport_contract import gradients, together
-
-
-def over_tcp(run: LocalPipeline, make: Make, prefix: str) -> Outcome:
-    num_devices = len(run.executors)
-    settings: dict[str, Any] = {
-        "names": tuple(f"device-{device}" for device in range(num_devices)),
-        "groups": sorted({item.collective.devices for program in run.programs for item in program.items if isinstance(item, Start)}),
-        "channels": all_channels(num_devices),
-        "prefix": prefix,
-        "connect_timeout_s": 20.0,
-    }
-    ends = [make(device, num_devices, **settings) for device in range(num_devices)]
-    together(*(end.connect for end in ends))
-    for executor, end in zip(run.executors, ends, strict=True):
-        executor.transport = end
-    found = outcome(run)
-    for end in ends:
-        end.close()
-    return found
 
 
 @pytest.mark.parametrize(("name", "num_pipelines", "copies"), COPIES)

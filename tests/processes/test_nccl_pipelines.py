@@ -10,18 +10,13 @@ import pytest
 
 from raypipe.actors.local import LocalPipeline
 from raypipe.model import Model
-from raypipe.models.gpt import gpt
 from raypipe.schedules.collectives import CollectiveKind, Start
 from raypipe.schedules.ir import Schedule
 from raypipe.schedules.passes import late_updates
-from tests.lookups import Outcome, check_same_bits, outcome, pipeline, table_gpt
+from tests.lookups import Outcome, check_same_bits, outcome, pipeline, table_gpt, tied_gpt
 from tests.processes.fake_nccl import FakeNccl, Network
 from tests.processes.process_ends import Make, all_channels
 from tests.processes.transport_contract import together
-
-
-def tied_gpt() -> Model:
-    return gpt(num_layers=1, d_model=12, num_heads=2, sequence_length=16, tie_embeddings=True)
 
 
 def as_it_is(schedule: Schedule) -> Schedule:

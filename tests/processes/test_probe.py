@@ -23,6 +23,7 @@ from raypipe.actors.measure.flows import (
     round_trips,
 )
 from raypipe.actors.measure.links import Links
+from raypipe.actors.transport.secret import StoreAddress
 from raypipe.errors import RunError, TransportError, TransportTimeoutError
 from raypipe.network.clocks import offset
 from raypipe.network.fit import fit
@@ -34,13 +35,13 @@ _runs = itertools.count()
 Pair = tuple[Links, Links]
 
 
-def order(store_port: int, *, source: int = 0, target: int = 1, shared: bool = False, timeout_s: float = 10.0) -> FlowConnection:
+def order(store: StoreAddress, *, source: int = 0, target: int = 1, shared: bool = False, timeout_s: float = 10.0) -> FlowConnection:
     return FlowConnection(
         source=source,
         target=target,
         names=("first", "second"),
         shared=shared,
-        store=("127.0.0.1", store_port),
+        store=store,
         prefix=f"probe test {next(_runs)}",
         connect_timeout_s=timeout_s,
         timeout_s=timeout_s,
@@ -76,8 +77,8 @@ def run(pair: Pair, *flows: Flow) -> list[tuple[Readings, Readings]]:
 
 
 @pytest.mark.parametrize("shared", [False, True], ids=["tcp", "shm"])
-def test_a_ping_tells_latency_bandwidth_and_clock(pair: Pair, store_port: int, shared: bool) -> None:
-    connect(pair, order(store_port, shared=shared))
+def test_a_ping_tells_latency_bandwidth_and_clock(pair: Pair, store: StoreAddress, shared: bool) -> None:
+    connect(pair, order(store, shared=shared))
     ((source, target),) = run(pair, Flow(0, 1, PING))
     found = fit(round_trips(source), link="first -> second")
     assert 0 <= found.latency_s < 0.05
@@ -89,8 +90,8 @@ def test_a_ping_tells_latency_bandwidth_and_clock(pair: Pair, store_port: int, s
 
 
 @pytest.mark.parametrize("shared", [False, True], ids=["tcp", "shm"])
-def test_a_stream_tells_when_each_message_came(pair: Pair, store_port: int, shared: bool) -> None:
-    connect(pair, order(store_port, shared=shared))
+def test_a_stream_tells_when_each_message_came(pair: Pair, store: StoreAddress, shared: bool) -> None:
+    connect(pair, order(store, shared=shared))
     stream = Stream(chunk_bytes=65536, num_chunks=20)
     ((source, target),) = run(pair, Flow(0, 1, stream))
     assert target.sizes_bytes == [65536] * 20
@@ -99,8 +100,8 @@ def test_a_stream_tells_when_each_message_came(pair: Pair, store_port: int, shar
     assert target.first_s[-1] >= source.first_s[0]
 
 
-def test_flows_run_at_the_same_time_in_both_directions(pair: Pair, store_port: int) -> None:
-    connect(pair, order(store_port), order(store_port, source=1, target=0))
+def test_flows_run_at_the_same_time_in_both_directions(pair: Pair, store: StoreAddress) -> None:
+    connect(pair, order(store), order(store, source=1, target=0))
     flows = (Flow(0, 1, Stream(4096, 30)), Flow(1, 0, PING))
     there, back = run(pair, *flows)
     assert len(there[1].first_s) == 30
@@ -109,17 +110,17 @@ def test_flows_run_at_the_same_time_in_both_directions(pair: Pair, store_port: i
     assert len(again[1].first_s) == 30
 
 
-def test_a_device_that_does_not_come_is_named(pair: Pair, store_port: int) -> None:
+def test_a_device_that_does_not_come_is_named(pair: Pair, store: StoreAddress) -> None:
     with pytest.raises(TransportTimeoutError, match=r"device first: connecting with device second: it did not come within 0\.3 s"):
-        pair[0].connect([order(store_port, timeout_s=0.3)], host_ip="127.0.0.1")
+        pair[0].connect([order(store, timeout_s=0.3)], host_ip="127.0.0.1")
 
 
-def test_a_flow_whose_other_end_goes_away_can_be_met_again(pair: Pair, store_port: int) -> None:
-    connect(pair, order(store_port))
+def test_a_flow_whose_other_end_goes_away_can_be_met_again(pair: Pair, store: StoreAddress) -> None:
+    connect(pair, order(store))
     threading.Timer(0.1, pair[1].close).start()
     with pytest.raises(TransportError):
         pair[0].run([Flow(0, 1, PING)])
-    connect(pair, order(store_port))
+    connect(pair, order(store))
     ((source, _),) = run(pair, Flow(0, 1, PING))
     assert source.sizes_bytes
 

@@ -330,14 +330,16 @@ def test_views_that_stand_for_other_numbers_are_sent_as_what_they_stand_for(pair
 
 NO_MEMORY = """
 import resource, pytest
-from raypipe.actors.transport.rendezvous import host_store
+from raypipe.actors.transport.secret import Secret
+from raypipe.actors.transport.store import StoreServer
 from raypipe.actors.transport.process import ProcessTransport
 from raypipe.actors.transport.shm_channel import MAX_SLOTS
 from raypipe.errors import TransportError
 from tests.processes.process_ends import all_channels, settings
 from tests.processes.transport_contract import *
-store, port = host_store("127.0.0.1", timeout_s=20.0)
-ends = [ProcessTransport(**settings(device, num_devices=2, run=0, port=port, shared=all_channels(2), groups=[])) for device in PAIR]
+server = StoreServer("127.0.0.1", secret=Secret.new())
+common = {"num_devices": 2, "run": 0, "store": server.address, "shared": all_channels(2), "groups": []}
+ends = [ProcessTransport(**settings(device, **common)) for device in PAIR]
 together(*(end.connect for end in ends))
 ends[0].open_window({}, {1: [announced(activation(0), torch.ones(MEGABYTE // 4))]})
 resource.setrlimit(resource.RLIMIT_FSIZE, (MEGABYTE, MEGABYTE))
@@ -492,13 +494,15 @@ def test_sums_pass_beside_shared_memory(peers: Peers) -> None:
 
 LEAVES_WITHOUT_CLOSE = """
 import os, signal
-from raypipe.actors.transport.rendezvous import host_store
+from raypipe.actors.transport.secret import Secret
+from raypipe.actors.transport.store import StoreServer
 from raypipe.actors.transport.process import ProcessTransport
 from raypipe.actors.transport.shm_channel import MAX_SLOTS
 from tests.processes.process_ends import all_channels, settings
 from tests.processes.transport_contract import *
-store, port = host_store("127.0.0.1", timeout_s=20.0)
-ends = [ProcessTransport(**settings(device, num_devices=2, run=0, port=port, shared=all_channels(2), groups=[])) for device in PAIR]
+server = StoreServer("127.0.0.1", secret=Secret.new())
+common = {"num_devices": 2, "run": 0, "store": server.address, "shared": all_channels(2), "groups": []}
+ends = [ProcessTransport(**settings(device, **common)) for device in PAIR]
 together(*(end.connect for end in ends))
 messages = [announced(activation(index), torch.ones(2)) for index in range(50)]
 ends[0].open_window({1: [announced(gradient(0), torch.ones(2))]}, {1: messages})

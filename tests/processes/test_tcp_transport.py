@@ -23,6 +23,7 @@ import torch
 from raypipe.actors.transport import tcp
 from raypipe.actors.transport.process import ProcessTransport
 from raypipe.actors.transport.rendezvous import AbortGroup, Rendezvous
+from raypipe.actors.transport.secret import StoreAddress
 from raypipe.actors.transport.tcp_port import Port
 from raypipe.actors.transport.tcp_way import Departure
 from raypipe.communication import policy
@@ -93,10 +94,9 @@ def test_a_device_without_an_address_takes_the_interface_that_leads_to_the_store
     assert port_of(connected(make)[0]).links[1].end.getsockname()[0] == "127.0.0.1"
 
 
-def test_strangers_are_not_taken_for_peers(store_port: int, loopback: None) -> None:
+def test_strangers_are_not_taken_for_peers(store: StoreAddress, loopback: None) -> None:
     def rendezvous(device: int) -> Rendezvous:
-        address = ("127.0.0.1", store_port)
-        return Rendezvous(device, names=NAMES, address=address, prefix="strangers", timeout_s=20.0, aborting=AbortGroup())
+        return Rendezvous(device, names=NAMES, address=store, prefix="strangers", timeout_s=20.0, aborting=AbortGroup())
 
     with rendezvous(0) as first, rendezvous(1) as second:
         answers: list[tcp.Connections] = []
@@ -104,7 +104,7 @@ def test_strangers_are_not_taken_for_peers(store_port: int, loopback: None) -> N
         answering.start()
         host, port, *_ = json.loads(first.wait_for("tcp", [1])[0])
         silent, wrong = (socket.create_connection((host, port)) for _ in range(2))
-        wrong.sendall(bytes(tcp._HELLO.size))
+        wrong.sendall(bytes(68))
         called = tcp.connect(first, [1], others=[], host_ip=None)
         answering.join()
         answered = answers[0]
@@ -115,9 +115,9 @@ def test_strangers_are_not_taken_for_peers(store_port: int, loopback: None) -> N
             end.close()
 
 
-def test_a_device_that_comes_but_does_not_call_is_named(make: Make, store_port: int) -> None:
+def test_a_device_that_comes_but_does_not_call_is_named(make: Make, store: StoreAddress) -> None:
     end = make(1, connect_timeout_s=0.5)
-    other = Rendezvous(0, names=NAMES, address=("127.0.0.1", store_port), prefix=end.prefix, timeout_s=20.0, aborting=AbortGroup())
+    other = Rendezvous(0, names=NAMES, address=store, prefix=end.prefix, timeout_s=20.0, aborting=AbortGroup())
     with other:
         other.publish("here")
         other.publish("tcp", json.dumps(["127.0.0.1", 1, 1, "00"]))
@@ -430,12 +430,13 @@ def test_a_message_that_the_peer_does_not_take_is_an_error_at_the_end_of_the_win
 
 LEAVES_WITHOUT_CLOSE = """
 import torch
-from raypipe.actors.transport.rendezvous import host_store
+from raypipe.actors.transport.secret import Secret, StoreAddress
+from raypipe.actors.transport.store import StoreServer
 from raypipe.actors.transport.process import ProcessTransport
 from tests.processes.process_ends import settings
 from tests.processes.transport_contract import *
-store, port = host_store("127.0.0.1", timeout_s=20.0)
-first, second = [ProcessTransport(**settings(device, num_devices=2, run=0, port=port)) for device in PAIR]
+server = StoreServer("127.0.0.1", secret=Secret.new())
+first, second = [ProcessTransport(**settings(device, num_devices=2, run=0, store=server.address)) for device in PAIR]
 together(first.connect, second.connect)
 first.open_window({1: [announced(gradient(0), torch.ones(2))]}, {1: [announced(activation(0), torch.ones(2))]})
 first.send(activation(0), 1, [torch.ones(2)])

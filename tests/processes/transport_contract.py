@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 import threading
 import time
 import weakref
@@ -14,6 +16,7 @@ import torch
 from torch import Tensor
 
 from raypipe.actors.transport.protocol import Expected, TensorSpec, Transport
+from raypipe.communication.shards import Segment
 from raypipe.errors import AbortedError, TransportError, TransportTimeoutError
 from raypipe.schedules.collectives import Collective, CollectiveKind
 from raypipe.schedules.lower import Direction, Message
@@ -291,6 +294,32 @@ class TransportContract:
         for number, sums in enumerate(together(*(lambda number=number: device(number) for number in ALL))):
             for members, values in sums.items():
                 assert values == [sum(10**member for member in members)] * 5, (number, members)
+
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.int64])
+    @pytest.mark.parametrize("borders", [(500, 1500, 1500, 1503), (2, 3, 5, 6)], ids=["one owns nothing", "few"])
+    def test_owners_get_the_sums_of_their_numbers_and_send_theirs_to_all(
+        self, connect: Connect, borders: tuple[int, ...], dtype: torch.dtype
+    ) -> None:
+        ends = connect(3)
+        owners = (2, 0, 1)
+        assert {end.slice_owners(ALL) for end in ends} == {ends[0].slice_owners(ALL)}
+        assert sorted(ends[0].slice_owners(ALL)) == list(ALL)
+        segments = (*map(Segment, borders, owners), Segment(borders[-1], None))  # all need the last numbers
+        shares = [(torch.arange(borders[-1]) % 50 + device).to(dtype) for device in ALL]
+        total = (torch.arange(borders[-1]) % 50 * 3 + 3).to(dtype)
+        pieces = [slice(*ends_of) for ends_of in itertools.pairwise((0, *borders))]
+        pending = [end.start(gradients(ALL), share.clone(), segments=segments) for end, share in zip(ends, shares, strict=True)]
+        for device, part in enumerate(pending):
+            found = part.wait()
+            for piece, owner in zip(pieces, (*owners, device), strict=True):
+                assert owner != device or torch.equal(found[piece], total[piece])
+        published = dataclasses.replace(gradients(ALL), kind=CollectiveKind.WEIGHTS)
+        whole = torch.cat([shares[owner][piece] for piece, owner in zip(pieces, owners, strict=False)])
+        pending = [
+            end.start(published, share[: borders[2]].clone(), segments=segments[:3]) for end, share in zip(ends, shares, strict=True)
+        ]
+        for part in pending:
+            assert torch.equal(part.wait(), whole)
 
     def test_sixteen_bit_floats_are_rounded_once(self, connect: Connect) -> None:
         ends = connect(3)

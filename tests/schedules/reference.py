@@ -32,6 +32,8 @@ class _Device:
         self.computed: set[Op] = set()
         self.received: Counter[tuple[Direction, int, int, int, int, int]] = Counter()
         self.updates: Counter[int] = Counter()
+        starts = (item.collective for item in program.items if isinstance(item, Start))
+        self.published = {collective.stage for collective in starts if collective.kind is CollectiveKind.WEIGHTS}
         self.forward_version: dict[tuple[int, int, int], int] = {}
         self.started: list[Collective] = []
         self.held: deque[Start] = deque()
@@ -53,7 +55,8 @@ class _Device:
         for op, version in zip(item.ops, item.versions, strict=True):
             if op.kind is OpKind.UPDATE:
                 self.check_update(op, version)
-                self.updates[op.stage] = op.index + 1
+                if op.stage not in self.published:  # else the version is whole when the weights of others have come
+                    self.updates[op.stage] = op.index + 1
             else:
                 self.check_data(op)
                 self.check_version(op, version)
@@ -228,10 +231,12 @@ def _check_start(number: int, device: _Device, start: Start) -> None:
         raise device.fail("starts what it is no member of, or a second time")
     graph = device.schedule.graph
     concerned = graph.ties[collective.stage] if collective.kind.of_tie else range(graph.num_stages)
+    if collective.kind is CollectiveKind.STAGE_NORM:
+        concerned = (collective.stage,)
     for other in [item.collective for item in device.program.items if isinstance(item, Start)]:
         of_replicas = other.kind is CollectiveKind.GRADIENTS and other.stage in concerned
         same_tie = not collective.kind.of_tie or other.stage == collective.stage
-        of_tie = other.kind is CollectiveKind.TIED and same_tie
+        of_tie = other.kind is CollectiveKind.TIED and same_tie and collective.kind is not CollectiveKind.STAGE_NORM
         comes_before = {CollectiveKind.TIED: of_replicas}.get(collective.kind, collective.kind.is_norm and (of_replicas or of_tie))
         if comes_before and other.update == collective.update and other not in {*start.after, *device.awaited}:
             raise device.fail(f"starts {collective}, but not behind {other}")

@@ -311,9 +311,9 @@ def test_workers_that_publish_weights_wait_for_each_other() -> None:
         *rows, graph=graph, pipelines=[[0, 1], [1, 1]], num_updates=2, weight_rule=WeightRule.LIVE, update_scope=UpdateScope.STAGE
     )
     error = refusal(schedule)
-    assert "worker 0 waits for weights of stage 0 for update 0" in error.problem
+    assert "worker 0 waits with 0F1 for 0P0@1" in error.problem
     assert "worker 1 waits with 1F1 for 0F1" in error.problem
-    assert ">0P0<" in error.grid
+    assert ">0F1<" in error.grid
     fixed = replace(
         schedule, programs=(schedule.programs[0], tuple(map(parse_slot, ["1F0", "1B0", "1U0", "0P0@1", "1F1", "1B1", "1U1", "0P1@1"])))
     )

@@ -416,7 +416,7 @@ def test_frozen_weights_are_held_once_and_nothing_else() -> None:
     assert plan_cost(one_version).collective_bytes(Collective(CollectiveKind.GRADIENTS, 0, 0, 0, (0, 1))) == 30
 
 
-def test_a_copy_that_another_one_updates_holds_no_optimizer_state() -> None:
+def test_copies_that_divide_the_optimizer_hold_a_part_of_its_state_each() -> None:
     profile = ModelProfile(name="m", microbatch_size=1, layers=tuple(layer(name) for name in "abcd"))
     four = plan(profile, ClusterTopology.uniform(4), ((0,), (1,), (2,), (3,)), microbatch_size=1)
     schedule = catalogue.build("amdp", ScheduleRequest(4, 4))

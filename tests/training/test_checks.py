@@ -1,14 +1,24 @@
-"""Shares of a microbatch that are, or are not, whole rows."""
+"""Shares of a microbatch that are, or are not, whole rows; links that a plan uses."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raypipe.errors import PlanError
+from raypipe.artifacts.plan import Plan
+from raypipe.artifacts.profile import ModelProfile
+from raypipe.artifacts.topology import ClusterTopology, Device, Link, Node, NodeLink
+from raypipe.config import Transport
+from raypipe.errors import NoLinkError, PlanError
+from raypipe.planning.evaluator import LayoutEvaluator
+from raypipe.planning.layout import Layout
+from raypipe.planning.problem import Problem
 from raypipe.schedules.lower import Placement
-from raypipe.training.checks import check_rows, least_rows
+from raypipe.training.checks import check_links, check_rows, least_rows
 
 
 def shared(*shares: float) -> Placement:
@@ -57,3 +67,49 @@ def test_the_fewest_rows_are_those_of_which_all_boundaries_are_whole() -> None:
     assert least_rows([0.0, 1 / 3, 0.5, 1.0], most=12) == 6
     assert least_rows([0.0, 1.0], most=12) == 1
     assert least_rows([0.0, 1 / 3, 0.5, 1.0], most=4) == 4
+
+
+# Links
+
+
+def planned(layout: Layout, links: Sequence[tuple[str, str]], *, kind: str = "cpu") -> Plan:
+    """A plan for four linked nodes of one device, with a topology of these links."""
+    nodes = tuple(Node(name=name, devices=(Device(f"{name}/0", kind),)) for name in "abcd")
+    full = ClusterTopology(name="full", nodes=nodes, default_link=NodeLink(latency_s=1e-4, bandwidth_bytes_per_s=1e9))
+    profile = ModelProfile.uniform(4, output_bytes=1000, parameter_bytes=1000, microbatch_size=8)
+    evaluator = LayoutEvaluator(Problem(profile, full, 4, 8))
+    found = evaluator.simulate(layout)
+    assert found is not None
+    plan = evaluator.plan(found, planner="given", lower_bound_s=0.0)
+    some = tuple(Link(source=one, target=other, bandwidth_bytes_per_s=1e9, latency_s=1e-4) for one, other in links)
+    return replace(plan, topology=replace(full, default_link=None, links=some))
+
+
+CHAIN = Layout((0, 1, 2, 3, 4), ((0,), (1,), (2,), (3,)))
+COPIES = Layout((0, 2, 4), ((0, 1, 2), (3,)))
+RING = (("a", "b"), ("b", "c"), ("c", "d"), ("d", "a"))
+
+
+def test_a_pipeline_over_links_alone_is_taken() -> None:
+    # Gradient norms, which all devices exchange, go along the links.
+    check_links(planned(CHAIN, RING), Transport.AUTO)
+
+
+def test_messages_over_a_missing_pair_are_refused() -> None:
+    with pytest.raises(NoLinkError, match=r"'b/0'.*'c/0'|'c/0'.*'b/0'"):
+        check_links(planned(CHAIN, [("a", "b"), ("a", "c"), ("c", "d"), ("a", "d")]), Transport.AUTO)
+
+
+def test_sums_over_a_missing_pair_go_along_the_links_by_tcp_alone() -> None:
+    plan = planned(COPIES, [("a", "b"), ("b", "c"), *((one, "d") for one in "abc")])
+    check_links(plan, Transport.AUTO)
+    with pytest.raises(NoLinkError, match=r"gloo.*scaling.transport to tcp"):
+        check_links(plan, Transport.GLOO)
+    gpus = planned(COPIES, [("a", "b"), ("b", "c"), *((one, "d") for one in "abc")], kind="nvidia-h200")
+    with pytest.raises(NoLinkError, match=r"NCCL.*route"):
+        check_links(gpus, Transport.AUTO)
+
+
+def test_sums_of_devices_that_no_links_join_are_refused() -> None:
+    with pytest.raises(NoLinkError, match="do not join"):
+        check_links(planned(Layout((0, 4), ((0, 1, 2),)), [("a", "b"), ("c", "d")]), Transport.TCP)

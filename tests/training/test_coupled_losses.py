@@ -17,7 +17,8 @@ import raypipe
 from raypipe.actors.execution.batches import FixedBatch
 from raypipe.actors.execution.report import mean_losses
 from raypipe.actors.local import LocalPipeline
-from raypipe.actors.stage.checkpoint import Checkpoint, CheckpointIndex
+from raypipe.actors.stage.checkpoint import Checkpoint
+from raypipe.artifacts.checkpoint_files import CheckpointIndex
 from raypipe.artifacts.cut import Cut
 from raypipe.artifacts.plan import Plan, Replica
 from raypipe.artifacts.profile import LayerProfile, ModelProfile, NamedEdge

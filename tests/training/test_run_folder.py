@@ -23,7 +23,7 @@ def begun(storage: Path, name: str) -> RunFolder:
     """A new run with a checkpoint."""
     folder = RunFolder.create(str(storage), name)
     folder.begin(config(name))
-    (folder.new_checkpoint(4) / "checkpoint.json").write_text("{}")
+    folder.new_checkpoint(4).write("checkpoint.json", b"{}")
     return folder
 
 

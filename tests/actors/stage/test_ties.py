@@ -13,10 +13,12 @@ from torch import Tensor, nn
 
 from raypipe.actors.execution.report import mean_losses, norms_of
 from raypipe.actors.local import LocalPipeline
-from raypipe.actors.stage.checkpoint import Checkpoint, CheckpointIndex, load_modules, load_stage, save_stage
+from raypipe.actors.stage.checkpoint import Checkpoint, load_modules, load_stages
 from raypipe.actors.stage.layers import build_layer
 from raypipe.actors.stage.module import StageModule
+from raypipe.actors.stage.snapshot import save_stages
 from raypipe.actors.stage.weights import Weights
+from raypipe.artifacts.checkpoint_files import CheckpointIndex
 from raypipe.artifacts.cut import Cut
 from raypipe.errors import ConfigError, InputError, PlanError
 from raypipe.model import Layer, Model, Tie
@@ -307,7 +309,7 @@ def test_every_name_of_a_tied_weight_in_its_layer_is_tied() -> None:
 
 def save(folder: Path, model: Model, cut: Cut, stages: list[Weights]) -> Checkpoint:
     for weights in stages:
-        save_stage(folder, weights)
+        save_stages(folder, [weights])
     names = tuple(layer.name for layer in model.layers)
     return Checkpoint.finish(folder, CheckpointIndex(update=1, layers=names, model="tied", seed=0))
 
@@ -326,7 +328,7 @@ def test_any_cut_reads_what_any_other_wrote(tmp_path: Path, before: int, after: 
     resumed.num_updates = run.num_updates
     for on_device in resumed.weights:
         for weights in on_device.values():
-            load_stage(checkpoint.path, weights)
+            load_stages(checkpoint.path, [weights])
     check_copies(resumed, model)
     for pipe in (run, resumed):
         pipe.run_window()
@@ -344,7 +346,7 @@ def test_a_checkpoint_of_a_model_without_the_tie_is_refused(tmp_path: Path) -> N
         save(tmp_path, one, cut, [held(one, cut, stage) for stage in range(2)])
         weights = held(other, read, 1)
         with pytest.raises(InputError, match="another model"):
-            load_stage(tmp_path, weights)
+            load_stages(tmp_path, [weights])
 
 
 # Errors

@@ -15,12 +15,14 @@ from torch import Tensor, nn
 
 from raypipe.actors.execution.report import mean_losses
 from raypipe.actors.local import LocalPipeline
-from raypipe.actors.stage.checkpoint import Checkpoint, CheckpointIndex, load_modules, load_stage, save_stage
+from raypipe.actors.stage.checkpoint import Checkpoint, load_modules, load_stages
 from raypipe.actors.stage.layers import build_layer
 from raypipe.actors.stage.module import StageModule
 from raypipe.actors.stage.optimizers import build_optimizer
+from raypipe.actors.stage.snapshot import save_stages
 from raypipe.actors.stage.state import export_layers, import_layers
 from raypipe.actors.stage.weights import Weights
+from raypipe.artifacts.checkpoint_files import CheckpointIndex
 from raypipe.artifacts.cut import Cut
 from raypipe.config import OptimizerConfig, OptimizerName, Precision
 from raypipe.errors import ConfigError
@@ -115,7 +117,7 @@ def off(trained: LocalPipeline, model: Model, *, num_updates: int, rows: Rows | 
 def save(trained: LocalPipeline, model: Model, folder: Path) -> Checkpoint:
     for on_device in trained.weights:
         for weights in on_device.values():
-            save_stage(folder, weights)
+            save_stages(folder, [weights])
     names = tuple(layer.name for layer in model.layers)
     return Checkpoint.finish(folder, CheckpointIndex(update=1, layers=names, model="m", seed=0))
 
@@ -123,7 +125,7 @@ def save(trained: LocalPipeline, model: Model, folder: Path) -> Checkpoint:
 def load(trained: LocalPipeline, model: Model, folder: Path) -> None:
     for on_device in trained.weights:
         for weights in on_device.values():
-            load_stage(folder, weights)
+            load_stages(folder, [weights])
 
 
 # The order of memory

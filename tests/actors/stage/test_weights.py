@@ -9,13 +9,14 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from raypipe.actors.stage.checkpoint import Checkpoint, CheckpointIndex, layer_file, load_modules
+from raypipe.actors.stage.checkpoint import Checkpoint, load_modules
 from raypipe.actors.stage.gradient_flow import LayerOutput, output_specs
 from raypipe.actors.stage.layers import RngKey, layer_seed
 from raypipe.actors.stage.module import StageModule
 from raypipe.actors.stage.state import export_layers, import_layers
 from raypipe.actors.stage.weights import Weights
 from raypipe.actors.transport.protocol import TensorSpec
+from raypipe.artifacts.checkpoint_files import CheckpointIndex, layer_file
 from raypipe.artifacts.cut import Cut
 from raypipe.errors import ConfigError, FormatError
 from raypipe.model import Batch, Layer, Model
@@ -178,7 +179,8 @@ def test_the_module_itself_keeps_no_version_that_nobody_reads(received: bool) ->
     weights.bind(0, 0)
     weights.run(0, {}, rows(), RngKey(0))[0][0].sum().backward()  # type: ignore[no-untyped-call]
     if received:
-        weights.receive(0, weights.flat())
+        weights.divide([1], copy=0, num_copies=2, num_buckets=1)
+        weights.receive(0, weights.flat(), keep_old=True)
     else:
         weights.update(0, scale=1.0, learning_rate=0.1, keep_old=True)
     own = [weight.data_ptr() for weight in weights.module.parameters()]

@@ -7,10 +7,12 @@ import socket
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import pytest
 
+from raypipe.actors.transport.secret import Secret
 from raypipe.actors.transport.tcp_holds import Address, Asked, Holds
 from raypipe.actors.transport.tcp_link import Link
 from raypipe.actors.transport.tcp_way import Way
@@ -150,12 +152,14 @@ def three() -> Iterator[list[Holds]]:
         end.bind(("127.0.0.1", 0))
         end.setblocking(False)
     hosts = ("one", "one", "other")
+    secret = Secret.new()
     addresses = [Address(host, 0, end.getsockname()[1], secrets.token_hex(16)) for host, end in zip(hosts, ends, strict=True)]
     summing: tuple[list[int], ...] = ([], [], [1])
     made = []
     for device, end in enumerate(ends):
         others = {other: address for other, address in enumerate(addresses) if other != device}
-        holds = Holds(device, end, addresses[device], others, rate=lambda: BYTES_PER_S, summing=lambda device=device: summing[device])  # type: ignore[misc]
+        own = addresses[device]
+        holds = Holds(device, end, own, others, secret=secret, rate=lambda: BYTES_PER_S, summing=partial(summing.__getitem__, device))
         # All hosts of this test are this one.
         holds._addresses = {other: (token, ("127.0.0.1", address[1])) for other, (token, address) in holds._addresses.items()}
         made.append(holds)

@@ -1,0 +1,369 @@
+"""One run of a small GPT over four nodes that is struck again and again, and what that costs.
+
+    python benchmarks/chaos.py [--faults N] [--seed S] [--json FILE]          (as root, with iproute2)
+
+Ray nodes in network namespaces, one stage each. In turn, at random moments and places:
+
+    kill     a stage's process is killed
+    stop     a stage's process is stopped and does not go on
+    crash    all processes of a node end; it is back after some seconds
+    cut      nothing gets into or out of a node for 20 s; if Ray has given it up by then, it is started again
+    sever    nothing passes between two nodes, which reach all others, for 20 s
+    disk     the disk of the run's folder is full for some seconds
+    driver   the driver's process is killed and started again with `--resume auto`
+    link     two nodes never reach each other again (once, the last fault)
+
+The same faults strike a run that recovers by itself, and one whose workers all start anew from the last checkpoint, as frameworks do
+that know nothing of the stages: same plan, same driver, same checkpoints (every 20 s of training). That one waits for devices that are
+missing.
+
+For each way: goodput (updates that stayed, times the seconds of an update that nothing disturbs, over the seconds that passed), what each
+kind of fault took until the next new update, and the difference of the losses from those of a run without faults.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import queue
+import random
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rounds import print_table, write_json
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the cluster and the run are those of the tests
+
+from raypipe.data.prepare import prepare
+from tests.multinode.cluster import Cluster, cluster
+from tests.multinode.network import NetworkError
+
+KINDS = ("kill", "stop", "crash", "cut", "sever", "disk", "driver")
+NUM_NODES = 4
+NUM_UPDATES = 1_000_000  # never reached: the rate depends on it
+CALM_S = 6.0  # of undisturbed training between two faults, at least
+AWAY_S = 10.0
+CUT_S = 20.0
+PATIENCE_S = 180.0
+DISK_BYTES = 96 << 20
+
+
+@dataclass
+class Struck:
+    """What a fault did.
+
+    Attributes:
+        noticed_s: From the fault to the run's word about it; `None` if it said nothing.
+        lost_s: From the fault to the first update that had not been done before.
+    """
+
+    kind: str
+    place: str
+    noticed_s: float | None = None
+    lost_s: float | None = None
+    said: list[str] = field(default_factory=list)
+
+
+class Run:
+    """A driver, started again when it is killed, and what it says."""
+
+    def __init__(self, machines: Cluster, arguments: list[str]) -> None:
+        self.machines, self.arguments = machines, arguments
+        self.updates: list[tuple[float, int, float]] = []  # at, update, seconds of an update
+        self.notices: list[tuple[float, str]] = []
+        self.problem = ""
+        self._stack = contextlib.ExitStack()
+        self._lines: queue.Queue[dict[str, Any] | None] = queue.Queue()
+
+    def start(self) -> None:
+        """Start the driver."""
+        command = [sys.executable, "-m", "tests.multinode.chaos_run", *self.arguments]
+        self.process = self._stack.enter_context(self.machines.start(command))
+        threading.Thread(target=self._read, args=[self.process], daemon=True).start()
+        threading.Thread(target=self._drain, args=[self.process], daemon=True).start()
+
+    def _read(self, process: subprocess.Popen[str]) -> None:
+        assert process.stdout is not None
+        with contextlib.suppress(ValueError):
+            for line in process.stdout:
+                if line.startswith("{"):
+                    self._lines.put(json.loads(line))
+        self._lines.put(None)
+
+    def _drain(self, process: subprocess.Popen[str]) -> None:
+        assert process.stderr is not None
+        with contextlib.suppress(ValueError):
+            for line in process.stderr:
+                self.problem = (self.problem + line)[-3000:]
+
+    def kill(self) -> None:
+        """Kill the driver as a machine's memory killer would."""
+        for pid in self.machines.pids(0):
+            with contextlib.suppress(OSError):
+                if b"tests.multinode.chaos_run" in Path(f"/proc/{pid}/cmdline").read_bytes():
+                    os.kill(pid, signal.SIGKILL)
+        self.process.wait(timeout=20)
+
+    @property
+    def done(self) -> int:
+        """The most updates that were done."""
+        return max((update for _, update, _ in self.updates), default=0)
+
+    def watch(self, *, seconds: float, until: int | None = None) -> bool:
+        """Read what the run says for so long, or until so many updates are done; return whether they are."""
+        deadline = time.monotonic() + seconds
+        while (left_s := deadline - time.monotonic()) > 0:
+            try:
+                line = self._lines.get(timeout=left_s)
+            except queue.Empty:
+                return False
+            if line is None:
+                if self.process.poll() is not None and self.process.returncode != -signal.SIGKILL and self._lines.empty():
+                    raise SystemExit(f"the run ended by itself:\n{self.notices[-5:]}\n{self.problem}")
+            elif "update" in line:
+                self.updates.append((line["at_s"], line["update"], line["update_s"]))
+                if until is not None and line["update"] >= until:
+                    return True
+            else:
+                self.notices.append((line["at_s"], line["notice"]))
+        return False
+
+    def end(self) -> None:
+        """End the driver."""
+        self._stack.close()
+
+
+def stage_processes(machines: Cluster, node: int) -> list[int]:
+    """The processes of the stage actors on a node."""
+    found: list[int] = []
+    for pid in machines.pids(node):
+        with contextlib.suppress(OSError):
+            if b"ray::Stage" in Path(f"/proc/{pid}/cmdline").read_bytes():
+                found.append(pid)
+    return found
+
+
+class Chaos:
+    """Strikes a run, and mends what it broke."""
+
+    def __init__(self, machines: Cluster, run: Run, storage: Path, *, seed: int) -> None:
+        self.machines, self.run, self.storage = machines, run, storage
+        self.chance = random.Random(seed)
+        self.struck: list[Struck] = []
+
+    def strike(self, kind: str) -> None:
+        """Strike once, and go on when the run does."""
+        run, chance = self.run, self.chance
+        node, others = chance.randrange(NUM_NODES), chance.sample(range(1, NUM_NODES), 2)
+        wait_s = CALM_S + chance.uniform(0.0, 4.0)
+        run.watch(seconds=wait_s)
+        # The head of the cluster and the driver are on node 0.
+        place = {"kill": node, "stop": node, "crash": others[0], "cut": others[0]}.get(kind)
+        hit = Struck(kind, str(place if place is not None else others if kind in {"sever", "link"} else "-"))
+        before, since_s, num_said = run.done, time.time(), len(run.notices)
+        mend = getattr(self, f"_{kind}")(place if place is not None else others)
+        goes_on = run.watch(seconds=PATIENCE_S if mend is None else (CUT_S if kind in {"cut", "sever"} else AWAY_S), until=before + 1)
+        if mend is not None:
+            left_s = since_s + (CUT_S if kind in {"cut", "sever"} else AWAY_S) - time.time()
+            if goes_on and left_s > 0:
+                run.watch(seconds=left_s)
+            mend()
+            goes_on = goes_on or run.watch(seconds=PATIENCE_S, until=before + 1)
+        hit.said = [text[:300] for _, text in run.notices[num_said:]]
+        hit.noticed_s = next((at - since_s for at, text in run.notices[num_said:] if "failure" in text or "anew" in text), None)
+        hit.lost_s = next((at - since_s for at, update, _ in run.updates if update > before), None)
+        self.struck.append(hit)
+        print(f"{len(self.struck)}: {kind} {hit.place}: noticed {hit.noticed_s}, next update {hit.lost_s}", file=sys.stderr, flush=True)
+        if not goes_on:
+            raise SystemExit(f"no update within {PATIENCE_S:g} s after {hit}\n{run.problem}")
+
+    def _kill(self, node: int) -> None:
+        self._signal(node, signal.SIGKILL)
+
+    def _stop(self, node: int) -> None:
+        self._signal(node, signal.SIGSTOP)
+
+    def _signal(self, node: int, number: int) -> None:
+        for at in [node, *range(NUM_NODES)]:
+            if found := stage_processes(self.machines, at):
+                os.kill(self.chance.choice(found), number)
+                return
+
+    def _crash(self, node: int) -> Any:
+        self.machines.crash(node)
+        return lambda: self._start_node(node)
+
+    def _start_node(self, node: int) -> None:
+        # On a busy machine Ray may take longer than it allows itself.
+        for attempt in range(4):
+            try:
+                self.machines.start_node(node, num_cpus=1)
+            except NetworkError:
+                if attempt == 3:
+                    raise
+                self.machines.crash(node)
+            else:
+                return
+
+    def _cut(self, node: int) -> Any:
+        self.machines.cut(node)
+
+        def mend() -> None:
+            self.machines.mend(node)
+            time.sleep(2.0)
+            if node not in self.machines.alive():
+                self.machines.crash(node)
+                self._start_node(node)
+
+        return mend
+
+    def _sever(self, nodes: list[int]) -> Any:
+        self.machines.sever(*nodes)
+        return lambda: self.machines.rejoin(*nodes)
+
+    def _link(self, nodes: list[int]) -> None:
+        self.machines.sever(*nodes)
+
+    def _disk(self, _: object) -> Any:
+        filler = self.storage / "filler"
+        with contextlib.suppress(OSError), filler.open("wb") as file:
+            while True:
+                file.write(bytes(1 << 20))
+        return filler.unlink
+
+    def _driver(self, _: object) -> None:
+        self.run.kill()
+        self.run.start()
+
+
+@contextlib.contextmanager
+def small_disk(folder: Path) -> Iterator[Path]:
+    """A file system of some megabytes."""
+    folder.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={DISK_BYTES}", "none", str(folder)], check=True)
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", "-l", str(folder)], check=True)
+
+
+def losses_of(storage: Path) -> list[float]:
+    """The losses that a run has written, by update."""
+    lines = [json.loads(line) for line in (storage / "run" / "metrics.jsonl").read_text().splitlines() if line.endswith("}")]
+    found = {line["update"]: line["loss"] for line in lines if "loss" in line}
+    assert sorted(found) == list(range(1, len(found) + 1)), "an update is missing, or there twice"
+    return [found[update] for update in sorted(found)]
+
+
+def run_with_faults(
+    mode: str, folder: Path, tokens: Path, plan: Path, kinds: list[str], *, seed: int
+) -> tuple[dict[str, Any], list[float]]:
+    """Strike a run; return its figures, and its losses."""
+    with small_disk(folder / mode) as storage, cluster(nodes=NUM_NODES, cpus_per_node=1) as machines:
+        run = Run(machines, [str(storage), str(tokens), str(NUM_UPDATES), mode, str(plan)])
+        run.start()
+        try:
+            run.watch(seconds=PATIENCE_S, until=5)
+            run.watch(seconds=10.0)
+            update_s = statistics.median(seconds for _, _, seconds in run.updates[1:])
+            chaos = Chaos(machines, run, storage, seed=seed)
+            (begin_s, first, _) = run.updates[-1]
+            for kind in kinds:
+                chaos.strike(kind)
+            run.watch(seconds=CALM_S)
+            end_s, last, _ = run.updates[-1]
+        finally:
+            run.end()
+        windows = [seconds for _, _, seconds in run.updates]
+        figures = {
+            "mode": mode,
+            "faults": len(kinds),
+            "updates": last - first,
+            "seconds": end_s - begin_s,
+            "update_s": min(update_s, statistics.median(windows)),
+            "goodput": (last - first) * min(update_s, statistics.median(windows)) / (end_s - begin_s),
+            "struck": [vars(hit) for hit in chaos.struck],
+        }
+        return figures, losses_of(storage)
+
+
+def calm_losses(folder: Path, tokens: Path, *, num_updates: int, plan: Path | None) -> tuple[list[float], Path]:
+    """The losses of a run without faults, and the plan that it followed."""
+    storage = folder / ("calm" if plan else "first")
+    with cluster(nodes=NUM_NODES, cpus_per_node=1) as machines:
+        run = Run(machines, [str(storage), str(tokens), str(NUM_UPDATES), "recover", *([str(plan)] if plan else [])])
+        run.start()
+        try:
+            if not run.watch(seconds=3600.0, until=num_updates):
+                raise SystemExit(f"the run without faults is too slow:\n{run.problem}")
+        finally:
+            run.end()
+    return losses_of(storage), storage / "run" / "plan.json"
+
+
+def main() -> None:
+    """Prints the tables."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--faults", type=int, default=100)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--modes", nargs="+", default=["recover", "restart"])
+    parser.add_argument("--json", help="file for all values")
+    arguments = parser.parse_args()
+    kinds = [KINDS[number % len(KINDS)] for number in range(arguments.faults - 1)]
+    random.Random(arguments.seed).shuffle(kinds)
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        tokens = folder / "tokens.parquet"
+        prepare(str(Path(__file__).resolve().parents[1] / "docs"), output=tokens, validation_fraction=0.1)
+        _, plan = calm_losses(folder, tokens, num_updates=10, plan=None)
+        found = {}
+        for mode in arguments.modes:
+            # Who does not plan anew cannot do without a link.
+            struck = [*kinds, "link"] if mode == "recover" else kinds
+            found[mode] = run_with_faults(mode, folder, tokens, plan, struck, seed=arguments.seed)
+        calm, _ = calm_losses(folder, tokens, num_updates=max(len(losses) for _, losses in found.values()), plan=plan)
+    rows, document = [], []
+    for mode, (figures, losses) in found.items():
+        differences = [abs(ours - theirs) for ours, theirs in zip(losses, calm, strict=False)]
+        figures |= {"equal_bits": sum(difference == 0.0 for difference in differences), "largest_difference": max(differences)}
+        document.append(figures)
+        rows.append({
+            "way": mode,
+            "faults": str(figures["faults"]),
+            "updates": str(figures["updates"]),
+            "goodput": f"{figures['goodput']:.2f}",
+            "time lost": f"{1 - figures['goodput']:.2f}",
+            "equal to the last bit": f"{figures['equal_bits']} of {len(differences)}",
+            "largest difference": f"{figures['largest_difference']:.1e}",
+        })
+    print_table("runs", rows)
+    print_table("seconds from a fault to the next new update, in the median (and until it was noticed)", list(by_kind(document)))
+    write_json(arguments.json, document)
+
+
+def by_kind(document: list[dict[str, Any]]) -> Iterator[dict[str, str]]:
+    """One line for each kind of fault."""
+    for kind in (*KINDS, "link"):
+        row = {"fault": kind}
+        for figures in document:
+            hits = [hit for hit in figures["struck"] if hit["kind"] == kind]
+            lost = [hit["lost_s"] for hit in hits if hit["lost_s"] is not None]
+            noticed = [hit["noticed_s"] for hit in hits if hit["noticed_s"] is not None]
+            text = f"{statistics.median(lost):.1f}" if lost else "-"
+            row[figures["mode"]] = text + (f" ({statistics.median(noticed):.1f})" if noticed else "")
+        yield row
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,201 @@
+"""Sums that share wires with each other and with messages: estimated, simulated and rehearsed on nodes in network namespaces.
+
+    python benchmarks/wire.py [--cases NAME ...] [--rounds 3] [--simulate] [--json FILE]     # as root, with iproute2
+
+A wire between two nodes carries 200 Mbit/s each way, whatever devices use it; the actors wait for the time of their computation, messages
+and sums are real. Seconds of an update with a flush.
+
+    two sums          two stages, each with a copy on either node: both sums pass the wire between them
+    sum and messages  three stages by GPipe's order: the last one has a copy on either node and sums while gradients of earlier stages,
+                      which pass the same wire, are still to come
+    four chunks       interleaved on two workers of two nodes each: a worker's chunks sum over one wire
+    cnn, planned      VGG-16 (PipeDream's profile; bytes over 40) on four nodes of two devices: raypipe's plan
+    cnn, copies       the same as data parallelism, its sums in buckets that overlap the last backward
+
+The last two give what raypipe's plan gains over data parallelism, promised and measured. `--simulate` leaves the rehearsals out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from models import chain_of
+from rounds import Summary, in_rounds, print_table, write_json
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the cluster in namespaces is made by the tests' own tools
+
+from raypipe.artifacts.plan import Plan
+from raypipe.artifacts.profile import ModelProfile
+from raypipe.artifacts.topology import ClusterTopology, Device, Node, NodeLink
+from raypipe.planning.evaluator import Evaluation, LayoutEvaluator
+from raypipe.planning.layout import Layout
+from raypipe.planning.problem import Problem
+from raypipe.planning.solve import solve
+from tests.multinode.cluster import Cluster, cluster
+from tests.multinode.driver import Driver, driver
+
+WIRE_BYTES_PER_S = 25e6
+GOODPUT = 0.992
+"""Of a wire's bytes, those that are not headers of Ethernet, IP and TCP, with packets of 9,000 bytes."""
+LATENCY_S = 4e-4
+"""Of a message over TCP between two nodes of this machine, beyond the time of its bytes."""
+NUM_UPDATES = 2
+
+
+def nodes(count: int, devices: int) -> ClusterTopology:
+    """Return equal nodes whose pairs have a wire each."""
+    return ClusterTopology(
+        name="wires",
+        nodes=tuple(
+            Node(
+                name=f"node{number}",
+                devices=tuple(Device(f"node{number}/{slot}", "cpu") for slot in range(devices)),
+                link=NodeLink(latency_s=1e-4, bandwidth_bytes_per_s=2e9),
+            )
+            for number in range(count)
+        ),
+        default_link=NodeLink(latency_s=LATENCY_S, bandwidth_bytes_per_s=WIRE_BYTES_PER_S * GOODPUT),
+    )
+
+
+def scaled(profile: ModelProfile, *, seconds: float, num_bytes: float) -> ModelProfile:
+    """Return a profile whose layers take a multiple of the time, and have a multiple of the bytes."""
+    layers = tuple(
+        replace(
+            layer,
+            forward_s=layer.forward_s * seconds,
+            backward_s=layer.backward_s * seconds,
+            weight_grad_s=layer.weight_grad_s * seconds,
+            output_bytes=round(layer.output_bytes * num_bytes),
+            saved_bytes=round(layer.saved_bytes * num_bytes),
+            parameter_bytes=round(layer.parameter_bytes * num_bytes),
+        )
+        for layer in profile.layers
+    )
+    return replace(profile, layers=layers)
+
+
+def _uniform(num_layers: int, *, output_bytes: int, parameter_bytes: int) -> ModelProfile:
+    return ModelProfile.uniform(
+        num_layers, forward_s=0.03, backward_s=0.06, output_bytes=output_bytes, parameter_bytes=parameter_bytes, microbatch_size=8
+    )
+
+
+@dataclass(frozen=True)
+class Case:
+    """A layout to rehearse; raypipe's or a baseline's where `layout` is a planner's name."""
+
+    profile: Callable[[], ModelProfile]
+    num_nodes: int
+    devices: int
+    num_microbatches: int
+    layout: Layout | str
+
+    def evaluated(self) -> tuple[LayoutEvaluator, Evaluation]:
+        """Return the simulated layout and who simulated it."""
+        profile = self.profile()
+        evaluator = LayoutEvaluator(Problem(profile, nodes(self.num_nodes, self.devices), self.num_microbatches, profile.microbatch_size))
+        found = solve(evaluator, name=self.layout) if isinstance(self.layout, str) else evaluator.simulate(self.layout)
+        assert found is not None, "these layouts are valid"
+        return evaluator, found
+
+
+def cnn() -> ModelProfile:
+    """Return VGG-16 with a fortieth of its bytes."""
+    return scaled(chain_of("vgg16"), seconds=1.0, num_bytes=1 / 40)
+
+
+CASES = {
+    "two sums": Case(
+        partial(_uniform, 8, output_bytes=1000, parameter_bytes=2_000_000), 2, 2, 4, Layout((0, 4, 8), ((0, 2), (1, 3)), "1f1b")
+    ),
+    "sum and messages": Case(
+        partial(_uniform, 6, output_bytes=2_000_000, parameter_bytes=8_000_000),
+        2,
+        2,
+        6,
+        Layout((0, 2, 4, 6), ((0,), (2,), (1, 3)), "gpipe"),
+    ),
+    "four chunks": Case(
+        partial(_uniform, 8, output_bytes=100_000, parameter_bytes=4_000_000),
+        4,
+        1,
+        4,
+        Layout(tuple(range(9)), ((0, 1), (2, 3)), "interleaved"),
+    ),
+    "cnn, planned": Case(cnn, 4, 2, 4, "raypipe"),
+    "cnn, copies": Case(cnn, 4, 2, 4, "ddp-overlap"),
+}
+
+
+@contextmanager
+def on_nodes(count: int, devices: int, *, rates: float | dict[tuple[int, int], float]) -> Iterator[tuple[Cluster, Driver]]:
+    """Bring up nodes with set rates, and a process that runs raypipe's commands there one after the other."""
+    with cluster(nodes=count, cpus_per_node=devices, rates=rates) as machines, driver(machines) as commands:
+        yield machines, commands
+
+
+def rehearsed_s(machines: Cluster, commands: Driver, plan: Plan, *, num_updates: int = NUM_UPDATES) -> float:
+    """Return the seconds of an update of a rehearsal."""
+    path = machines.folder / "plan.json"
+    plan.save(path)
+    return float(commands.json("rehearse", path, "--updates", num_updates)["update_s"])
+
+
+def measured(name: str, *, rounds: int) -> dict[str, Any]:
+    """Return the seconds of an update as estimated, simulated and, with rounds, rehearsed."""
+    case = CASES[name]
+    evaluator, found = case.evaluated()
+    result: dict[str, Any] = {"name": name, "layout": str(found.layout), "simulated_s": found.update_s}
+    result["estimated_s"] = evaluator.estimator.estimate_s(found.layout) if found.layout.has_estimate else None
+    if rounds:
+        plan = evaluator.plan(found, planner="given", lower_bound_s=0.0)
+        with on_nodes(case.num_nodes, case.devices, rates=WIRE_BYTES_PER_S) as (machines, commands):
+            runs = in_rounds({name: partial(rehearsed_s, machines, commands, plan)}, num_rounds=rounds)
+        result["rehearsed_s"] = Summary.of(runs[name])
+    return result
+
+
+def _row(result: dict[str, Any]) -> dict[str, str]:
+    estimated_s, rehearsed = result["estimated_s"], result.get("rehearsed_s")
+    row = {"case": result["name"], "estimated s": "-" if estimated_s is None else f"{estimated_s:.3f}"}
+    row["simulated s"] = f"{result['simulated_s']:.3f}"
+    if rehearsed is not None:
+        row["rehearsed s"] = f"{rehearsed.median:.3f} +-{rehearsed.spread:.3f}"
+        row["rehearsed over simulated"] = f"{rehearsed.median / result['simulated_s']:.3f}"
+    return row
+
+
+def main() -> int:
+    """Run the benchmark."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cases", nargs="+", choices=list(CASES), default=list(CASES))
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--simulate", action="store_true", help="without rehearsals, on any machine")
+    parser.add_argument("--json", help="file for the results")
+    options = parser.parse_args()
+    results = []
+    for name in options.cases:
+        results.append(measured(name, rounds=0 if options.simulate else options.rounds))
+        print(", ".join(f"{key} {value}" for key, value in _row(results[-1]).items()), results[-1]["layout"], flush=True)
+    print_table("seconds of an update", [_row(result) for result in results])
+    of = {result["name"]: result for result in results}
+    if {"cnn, planned", "cnn, copies"} <= of.keys():
+        planned, copies = of["cnn, planned"], of["cnn, copies"]
+        print(f"raypipe's plan of the CNN over data parallelism: promised {copies['simulated_s'] / planned['simulated_s']:.3f}", end="")
+        if not options.simulate:
+            print(f", measured {copies['rehearsed_s'].median / planned['rehearsed_s'].median:.3f}", end="")
+        print()
+    write_json(options.json, results)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,58 @@
+"""The states of layers on their way between devices, as references to Ray's object stores."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from raypipe.cluster.stage_actors import StageActors
+
+Parts = Mapping[int, Sequence[tuple[int, Any]]]
+"""What each device exports: layers, and a reference to what it has of each."""
+States = Mapping[int, Sequence[Any]]
+"""References to the parts of each layer's state; more than one where copies of a stage divide the optimizer."""
+
+
+def exported_layers(actors: StageActors) -> tuple[dict[int, list[int]], dict[int, list[int]]]:
+    """Return the layers that each device exports whole, and those of which it has stepped a part."""
+    owned = actors.ask("asking for layers", lambda _, actor: actor.exported_layers.remote())
+    whole, stepped = ({device: layers[number] for device, layers in owned.items()} for number in range(2))
+    return whole, stepped
+
+
+def export_states(actors: StageActors, layers: Mapping[int, Sequence[int]]) -> Parts:
+    """Return what devices have of some layers each, once it lies in the stores of their nodes."""
+    parts: dict[int, list[tuple[int, Any]]] = {}
+    done: dict[int, Any] = {}
+    for device, of_device in layers.items():
+        if of_device:
+            handle = actors.members[device].handle
+            *states, done[device] = handle.export_layers.options(num_returns=len(of_device) + 1).remote(of_device)
+            parts[device] = list(zip(of_device, states, strict=True))
+    actors.gather(done, "handing layers out")
+    return parts
+
+
+def by_layer(parts: Parts) -> States:
+    """Return the same parts by layer."""
+    states: dict[int, list[Any]] = {}
+    for of_device in parts.values():
+        for layer, state in of_device:
+            states.setdefault(layer, []).append(state)
+    return states
+
+
+def all_parts(actors: StageActors) -> Parts:
+    """Return the state of all layers, by device."""
+    whole, stepped = exported_layers(actors)
+    return export_states(actors, {device: [*whole[device], *stepped[device]] for device in whole})
+
+
+def all_states(actors: StageActors) -> States:
+    """Return the state of all layers."""
+    return by_layer(all_parts(actors))
+
+
+def arguments(states: States, layers: Sequence[int]) -> list[Any]:
+    """Return what an actor's method takes for some layers: a list with a layer for each part, and the parts."""
+    return [[layer for layer in layers for _ in states[layer]], *(state for layer in layers for state in states[layer])]

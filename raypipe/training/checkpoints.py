@@ -1,0 +1,210 @@
+"""When a run saves its layers, how they are written while it goes on, and which checkpoints it keeps."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import ray
+from ray.exceptions import RayError, RayTaskError
+
+from raypipe.actors.stage.checkpoint import Checkpoint
+from raypipe.actors.stage.snapshot import write_layer
+from raypipe.actors.stage.state import unpacked
+from raypipe.artifacts.checkpoint_files import CheckpointIndex, FileSums, finished_folders, remove_checkpoint
+from raypipe.artifacts.storage import Storage
+from raypipe.cluster.coordinator import Coordinator
+from raypipe.cluster.state_copies import StateCopy
+from raypipe.config import RunConfig
+from raypipe.errors import FormatError, RaypipeError, RunError
+from raypipe.training.run_cluster import Notice
+from raypipe.training.run_folder import RunFolder
+from raypipe.training.run_lock import RunLock
+from raypipe.units import size
+
+
+class _Writing:
+    """A checkpoint that actors write in the background; the last step, its index, is done by a thread of this process."""
+
+    def __init__(self, folder: Storage, calls: list[Any], index: CheckpointIndex, lock: RunLock) -> None:
+        self.folder, self.index = folder, index
+        self.checkpoint: Checkpoint | None = None
+        self.problem: Exception | None = None
+        self.seconds = 0.0
+        self._calls, self._lock = calls, lock
+        self._since_s = time.monotonic()
+        self._thread = threading.Thread(target=self._finish, name=f"checkpoint {index.update}", daemon=True)
+        self._thread.start()
+
+    @property
+    def is_done(self) -> bool:
+        return not self._thread.is_alive()
+
+    def wait(self) -> None:
+        self._thread.join()
+
+    def _finish(self) -> None:
+        try:
+            files: dict[str, FileSums] = {}
+            for of_actor in ray.get(self._calls):
+                files |= of_actor
+            self._lock.check()
+            self.checkpoint = Checkpoint.finish(self.folder, dataclasses.replace(self.index, files=files))
+        except RayTaskError as error:
+            self.problem = error.cause if isinstance(error.cause, RaypipeError) else error
+        except Exception as error:  # told by the thread that trains
+            self.problem = error
+        if self.problem is not None:
+            with contextlib.suppress(OSError):
+                remove_checkpoint(self.folder)
+        self.seconds = time.monotonic() - self._since_s
+
+
+class Checkpoints:
+    """The checkpoints of a run.
+
+    Args:
+        index: What all checkpoints of the run have in common.
+        resumed: The checkpoint that the run goes on from.
+        on_saved: Called with the seconds of writing once a checkpoint is complete.
+    """
+
+    def __init__(
+        self,
+        folder: RunFolder,
+        lock: RunLock,
+        config: RunConfig,
+        *,
+        index: CheckpointIndex,
+        resumed: Checkpoint | None,
+        notice: Notice,
+        on_saved: Callable[[float], None],
+    ) -> None:
+        self.newest = resumed
+        self._on_saved = on_saved
+        self._folder, self._lock, self._config, self._index, self._notice = folder, lock, config, index, notice
+        self._writing: _Writing | None = None
+        self._since_s = time.monotonic()
+
+    def begin(self) -> None:
+        """Count the time to the first checkpoint from now on."""
+        self._since_s = time.monotonic()
+
+    def is_due(self, update: int) -> bool:
+        """Return whether the configuration asks for a checkpoint after this update; one by time waits for the one before it."""
+        every, every_s = self._config.checkpoint_every, self._config.checkpoint_every_s
+        if every and update % every == 0:
+            return True
+        return bool(every_s) and self._writing is None and time.monotonic() - self._since_s >= every_s
+
+    def save(self, coordinator: Coordinator, update: int, metrics: Mapping[str, float]) -> None:
+        """Copy all layers, and have the copies written while the next windows run; one that is still being written comes first."""
+        self.wait()
+        if self.newest is not None and self.newest.index.update == update:
+            return
+        self._since_s = time.monotonic()
+        self._lock.check()
+        coordinator.take_snapshot()
+        finite = {name: value for name, value in metrics.items() if math.isfinite(value)}
+        index = dataclasses.replace(self._index, update=update, metrics=finite)
+        try:
+            folder = self._folder.new_checkpoint(update)
+        except OSError as error:
+            self._notice(_not_saved(update, error))
+            return
+        self._writing = _Writing(folder, coordinator.write_snapshot(folder), index, self._lock)
+
+    def save_copy(self, copies: Sequence[StateCopy]) -> None:
+        """Write the newest of the copies in the memory of nodes, where no time is left for the window that runs.
+
+        What goes wrong is told to `notice`: there is nothing else to do about it.
+        """
+        saved = self.newest.index.update if self.newest is not None else 0
+        writing = self._writing.index.update if self._writing is not None else 0
+        copy = next((copy for copy in copies if copy.update > max(saved, writing)), None)
+        update = copy.update if copy is not None else writing
+        if update <= saved:
+            return
+        self._notice(f"no time is left for this window: writing the copy of update {update} that is in memory")
+        if copy is None:
+            self.wait()
+            return
+        try:
+            self._lock.check()
+            folder = self._folder.new_checkpoint(update)
+            files: dict[str, FileSums] = {}
+            for layer, state in copy.states.items():
+                files |= write_layer(folder, layer, self._index.layers[layer], unpacked(ray.get(state)))
+            self.newest = Checkpoint.finish(folder, dataclasses.replace(self._index, update=update, files=files))
+        except (OSError, RunError, RayError) as error:
+            self._notice(_not_saved(update, error))
+
+    def poll(self) -> None:
+        """Tell of a checkpoint that has been written since."""
+        if self._writing is not None and self._writing.is_done:
+            self._settle(self._writing)
+
+    def wait(self) -> None:
+        """Wait until nothing is being written."""
+        if self._writing is not None:
+            self._writing.wait()
+            self._settle(self._writing)
+
+    def finish(self, update: int) -> Checkpoint:
+        """Wait for the checkpoint of the last update, and return it.
+
+        Raises:
+            RunError: It could not be written; says why and what there is instead.
+        """
+        problem = None
+        if self._writing is not None:
+            writing = self._writing
+            self.wait()
+            problem = writing.problem
+        if self.newest is None or self.newest.index.update != update:
+            there = f"the last checkpoint is {self.newest.path}" if self.newest is not None else "there is no other checkpoint"
+            raise RunError(f"update {update} was not saved ({problem or 'its folder could not be made'}); {there}") from problem
+        return self.newest
+
+    def _settle(self, writing: _Writing) -> None:
+        self._writing = None
+        if writing.checkpoint is None:
+            assert writing.problem is not None, "a checkpoint is written, or says why not"
+            self._notice(_not_saved(writing.index.update, writing.problem))
+            return
+        self.newest = writing.checkpoint
+        self._on_saved(writing.seconds)
+        num_bytes = sum(file.size_bytes for file in writing.checkpoint.index.files.values())
+        self._notice(f"saved update {writing.index.update}: {size(num_bytes)} written in {writing.seconds:.1f} s")
+        try:
+            self._folder.publish()
+            self._remove_old()
+        except OSError as error:
+            self._notice(f"{self._folder.name}: an old checkpoint or a record could not be replaced ({error})")
+
+    def _remove_old(self) -> None:
+        keep, by = self._config.num_to_keep, self._config.keep_best_by
+        if not keep:
+            return
+        found: list[Checkpoint] = []
+        for folder in finished_folders(self._folder.storage):
+            with contextlib.suppress(FormatError):  # one that cannot be read is nobody's to count or remove
+                found.append(Checkpoint.open(folder))
+        found.sort(key=lambda checkpoint: checkpoint.index.update)
+        kept = {checkpoint.path for checkpoint in found[-keep:]}
+        if by is not None:
+            scored = [checkpoint for checkpoint in found if by in checkpoint.index.metrics]
+            # Of equals the newest.
+            kept |= {min(reversed(scored), key=lambda checkpoint: checkpoint.index.metrics[by]).path} if scored else set()
+        for checkpoint in found:
+            if checkpoint.path not in kept:
+                remove_checkpoint(checkpoint.folder)
+
+
+def _not_saved(update: int, problem: Exception) -> str:
+    return f"update {update} was not saved: {problem}; earlier checkpoints stay"

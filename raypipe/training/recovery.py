@@ -1,0 +1,218 @@
+"""Recovery: a run goes on after the loss of a device, a node or a link, without a person."""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass, field
+
+from raypipe.actors.orders import BuildOrder
+from raypipe.actors.stage.checkpoint import Checkpoint
+from raypipe.artifacts.storage import Storage
+from raypipe.cluster.coordinator import Coordinator
+from raypipe.cluster.discovery import end_processes, spare_slots
+from raypipe.cluster.slots import resources_per_device
+from raypipe.cluster.state_copies import StateCopies
+from raypipe.cluster.states import States
+from raypipe.config import FailureConfig
+from raypipe.errors import PlanError, RunError, StageRaisedError, StateLostError, TransportError
+from raypipe.training.adaptive import AdaptiveStrategy
+from raypipe.training.record import RunRecord
+from raypipe.training.strategy import Strategy
+from raypipe.training.sums import SumAdaptation
+
+_LOG = logging.getLogger("raypipe.training.recovery")
+_MOST_TRIES = 6  # of one recovery: another device may be lost meanwhile
+_LOOK_S = 5.0  # between two looks for devices that have come back
+
+
+@dataclass(frozen=True)
+class Source:
+    """A state to go on from: that behind `update`, and the words for where it lies."""
+
+    update: int
+    states: States | Storage | None
+    text: str
+
+
+@dataclass
+class Recovery:
+    """Brings a run back to a whole state after a failure, and counts failures.
+
+    A lost actor is replaced on its node, else on one with room; else the run gets a plan for the devices that are left. State comes from
+    the copies in the memory of nodes, else from the last checkpoint, else the run begins anew.
+
+    Attributes:
+        strategy: What runs; another one behind a call of `adopt`, which makes it that of the whole run.
+    """
+
+    config: FailureConfig
+    coordinator: Coordinator
+    record: RunRecord
+    sums: SumAdaptation
+    strategy: Strategy
+    copies: StateCopies
+    build_order: Callable[[], BuildOrder]
+    checkpoint: Callable[[], Checkpoint | None]
+    adopt: Callable[[Strategy, int, str], None]
+    num_failures: int = 0
+    _failed_after: int = -1  # the most updates that were done when something failed
+    _raised: set[tuple[str, str, int]] = field(default_factory=set)
+    _doubted_links: set[frozenset[str]] = field(default_factory=set)  # nodes that lost each other once
+    _cut_links: list[frozenset[str]] = field(default_factory=list)
+    _looked_at_s: float = -math.inf
+
+    def __post_init__(self) -> None:
+        self._first = self.strategy
+
+    def after_window(self, update: int) -> None:
+        """Copy the state behind a window, and see that the run gets on."""
+        if not self.config.max_failures:
+            return
+        if update > self._failed_after:
+            self.num_failures = 0
+            self._raised.clear()
+            self._doubted_links.clear()
+        if self.copies.take(update):
+            self._take_back(update)
+
+    def recover(self, error: RunError, *, update: int) -> int:
+        """Bring the run back to a whole state after `error`, when `update` updates were done; return the update of that state.
+
+        Raises:
+            RunError: The failure is one too many, or no device or state is left to go on with.
+        """
+        self.record.count_failure()
+        self._count(error, update)
+        since_s = time.monotonic()
+        for _ in range(_MOST_TRIES):
+            try:
+                source, changes = self._restore(error, update)
+                break
+            except PlanError as problem:
+                raise RunError(f"{error}; the run cannot go on with the devices that are left: {problem}") from error
+            except RunError as next_error:
+                error = next_error
+                self.record.listener.notice(f"recovering failed, trying again: {error}")
+        else:
+            raise error
+        seconds = time.monotonic() - since_s
+        text = f"recovered in {seconds:.1f} s{changes}; going on from update {source.update} ({source.text})"
+        self.copies.drop_after(source.update)
+        self.record.rewind(source.update)
+        self.record.add_failure({
+            "update": update,
+            "text": text,
+            "error": str(error),
+            "from_update": source.update,
+            "source": source.text,
+            "recovered_s": seconds,
+        })
+        self.record.listener.notice(text)
+        return source.update
+
+    def _count(self, error: RunError, update: int) -> None:
+        self.num_failures += 1
+        self._failed_after = max(self._failed_after, update)
+        if self.num_failures > self.config.max_failures:
+            raise error
+        if isinstance(error, StageRaisedError):
+            place = (error.stages, error.problem, update)
+            if place in self._raised:
+                raise _twice(error)  # the model's own fault, which it would repeat for ever
+            self._raised.add(place)
+        self.record.listener.notice(f"failure {self.num_failures} of at most {self.config.max_failures} in a row: {error}")
+
+    def _restore(self, error: RunError, update: int) -> tuple[Source, str]:
+        actors = self.coordinator.actors
+        suspects = [number for number, member in enumerate(actors.launched) if getattr(error, "device", "") == member.slot.name]
+        silent = actors.rest(suspects)
+        changes = self._replace(silent)
+        if self._loses_link(error) or actors.gone.intersection(self.strategy.devices):
+            self._plan_anew(update)
+        for source in self._sources():
+            _LOG.info("restoring update %d from %s", source.update, source.text)
+            actors.assign(self.strategy.devices, self.strategy.stages)
+            programs = self.strategy.programs()
+            try:
+                self.coordinator.restore(source.states, order=self.build_order(), programs=programs, patterns=self.sums.begin(programs))
+            except StateLostError as loss:
+                _LOG.warning("%s cannot be used: %s", source.text, loss)
+                actors.rest([])
+                continue
+            return source, changes
+        raise AssertionError("a run can always begin anew")
+
+    def _replace(self, silent: Collection[int] = ()) -> str:
+        actors = self.coordinator.actors
+        slots = [member.slot for member in actors.launched]
+        # Ray takes a node that is cut off for alive until it has missed some of its reports.
+        lost_nodes = end_processes([(slots[number].node.node_id, actors.launched_infos[number].pid) for number in silent])
+        spare = spare_slots(slots, sorted(actors.gone), resources_per_device(actors.scaling), without=lost_nodes)
+        if not spare:
+            return ""
+        self.coordinator.replace(spare)
+        return f" with new actors on {', '.join(slot.name for slot in spare.values())}"
+
+    def _loses_link(self, error: RunError) -> bool:
+        """Return whether two nodes have lost each other for the second time since the run got on; later plans do without their link."""
+        if not isinstance(error, TransportError):
+            return False
+        node_of = {member.slot.name: member.slot.node.node_id for member in self.coordinator.actors.launched}
+        nodes = frozenset(node_of[name] for name in (error.device, error.peer) if name in node_of)
+        if len(nodes) < 2 or nodes in self._cut_links:
+            return False
+        if nodes not in self._doubted_links:
+            self._doubted_links.add(nodes)
+            return False
+        self._cut_links.append(nodes)
+        return True
+
+    def _plan_anew(self, update: int) -> None:
+        """Choose a plan for the devices and links that are left."""
+        coordinator, before = self.coordinator, self.strategy
+        topology, gone = before.plan.topology, coordinator.actors.gone
+        for nodes in self._cut_links:
+            there = [number for number, member in enumerate(coordinator.actors.launched) if member.slot.node.node_id in nodes]
+            names = {topology.node_of(before.launched[number]).name for number in there}
+            if len(names) == 2:
+                topology = topology.without_link(*sorted(names))
+        config = before.config
+        strategy = AdaptiveStrategy(config, before.model, window_sizes=before.schedules, start=before, can_divide=False)
+        strategy.prepare_without(coordinator, topology, lost=gone, notice=self.record.listener.notice)
+        left = len(before.launched) - len(gone)
+        self.adopt(strategy, update, f"{left} of {len(before.launched)} devices are left" if gone else "a link is lost")
+
+    # Devices that come back
+
+    def _take_back(self, update: int) -> None:
+        """Use devices again whose nodes are back, or have room for them."""
+        actors = self.coordinator.actors
+        if not actors.gone or time.monotonic() - self._looked_at_s < _LOOK_S:
+            return
+        self._looked_at_s = time.monotonic()
+        if not (changes := self._replace()):
+            return
+        if actors.gone or self._cut_links:
+            self._plan_anew(update)
+        else:
+            self.adopt(self._first, update, "all devices are back")
+        strategy = self.strategy
+        programs = strategy.programs()
+        patterns = self.sums.begin(programs)
+        self.coordinator.move(strategy.devices, strategy.stages, order=self.build_order(), programs=programs, patterns=patterns)
+        self.record.listener.notice(f"update {update}: going on{changes}")
+
+    def _sources(self) -> Iterator[Source]:
+        for copy in self.copies.candidates():
+            yield Source(copy.update, copy.states, "the copies in memory")
+        if (checkpoint := self.checkpoint()) is not None:
+            yield Source(checkpoint.index.update, checkpoint.folder, f"the checkpoint {checkpoint.path}")
+        yield Source(0, None, "the beginning")
+
+
+def _twice(error: StageRaisedError) -> StageRaisedError:
+    problem = f"{error.problem} (twice at the same place, so that no other device would help)"
+    return StageRaisedError(error.device, error.stages, error.node, error.during, problem, error.remedy)

@@ -1,0 +1,20 @@
+"""Patterns of each kind."""
+
+from __future__ import annotations
+
+from raypipe.communication.patterns import Pattern, direct, ring, tree
+
+PATTERNS = [
+    ring(range(2)),
+    ring(range(5)),
+    ring((0, 2, 1, 3)),
+    direct(range(2)),
+    direct((0, 3, 1, 2)),
+    Pattern(((0, 1), (2, 3))),
+    Pattern(((0, 1), (2, 3)), direct=True),
+    Pattern(((0, 2, 4), (1,), (3, 5))),
+    Pattern(((0, 2, 4), (1,), (3, 5)), direct=True),
+    Pattern(((0, 1, 2, 3),)),
+    tree(((0, 2), (1, 2), (1, 3))),
+    tree(((0, 1), (0, 2), (0, 3))),
+]

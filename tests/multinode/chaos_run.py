@@ -1,0 +1,66 @@
+"""The run that `benchmarks/chaos.py` strikes, which tells how it goes: one JSON document a line.
+
+    python -m tests.multinode.chaos_run STORAGE TOKENS NUM_UPDATES MODE [PLAN]
+
+In mode `recover` the run recovers from failures itself. In mode `restart` it does what a framework does that starts all workers anew from
+the last checkpoint, in the same driver and with the same plan; where devices are missing it waits for them.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+
+import ray
+
+from raypipe.config import ClusterConfig, DataConfig, FailureConfig, OptimizerConfig, RunConfig, ScalingConfig, ScheduleConfig
+from raypipe.errors import InputError, RunError
+from raypipe.training.result import Progress
+from raypipe.training.trainer import Trainer
+from tests.multinode.adapting_run import tell
+
+NUM_DEVICES = 4
+CHECKPOINT_EVERY_S = 20.0
+_RETRY_S = 1.0
+
+
+class Lines:
+    """Writes what a run says."""
+
+    def notice(self, text: str) -> None:
+        tell(notice=text, at_s=time.time())
+
+    def progress(self, progress: Progress) -> None:
+        tell(update=progress.update, update_s=progress.update_s, at_s=time.time())
+
+
+def main() -> None:
+    """Run."""
+    storage, tokens, num_updates, mode, *plan = sys.argv[1:]
+    trainer = Trainer(
+        "raypipe.models.gpt:gpt",
+        model_options={"num_layers": 6, "d_model": 64, "num_heads": 2, "sequence_length": 32, "dtype": "float64"},
+        data_config=DataConfig(path=tokens, sequence_length=32, num_validation_microbatches=0),
+        schedule_config=ScheduleConfig() if plan else ScheduleConfig(num_microbatches=4, microbatch_size=4, updates_per_window=5),
+        optimizer_config=OptimizerConfig(warmup_updates=20),
+        scaling_config=ScalingConfig(num_devices=NUM_DEVICES),
+        cluster_config=ClusterConfig(message_timeout_s=8.0, silence_timeout_s=4.0, log_to_driver=False),
+        run_config=RunConfig(name="run", storage_path=storage, num_updates=int(num_updates), checkpoint_every_s=CHECKPOINT_EVERY_S),
+        failure_config=FailureConfig(max_failures=10 if mode == "recover" else 0),
+        plan=plan[0] if plan else None,
+    )
+    ray.init(address="auto", log_to_driver=False, logging_level="ERROR")
+    while True:
+        try:
+            trainer.fit(listener=Lines(), resume="auto")
+        except (RunError, InputError) as error:
+            if mode == "recover" and isinstance(error, RunError):
+                raise
+            tell(notice=f"started anew after: {error}", at_s=time.time())
+            time.sleep(_RETRY_S)
+        else:
+            return
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,137 @@
+"""Runs that go on after a device is lost: their losses are those of a run without the fault, to the last bit."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+
+import pytest
+
+from raypipe.actors.execution.faults import FaultKind, FaultScript
+from raypipe.artifacts.plan import Plan
+from raypipe.cluster.discovery import spare_slots
+from raypipe.cluster.slots import DeviceSlot
+from raypipe.config import ClusterConfig, FailureConfig, OptimizerConfig, RunConfig, ScalingConfig, ScheduleConfig
+from raypipe.errors import StageFailedError, StageRaisedError
+from raypipe.training.trainer import Trainer
+from tests.actors.oracles import NUM_ROWS, RandomRows
+
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(180), pytest.mark.filterwarnings("default"), pytest.mark.usefixtures("local_ray")]
+
+NUM_UPDATES = 12
+PER_WINDOW = 3
+
+
+def rows(split: str) -> RandomRows:
+    assert split in {"train", "validation"}
+    return RandomRows()
+
+
+def trainer(
+    folder: Path,
+    *,
+    faults: FaultScript | None = None,
+    schedule: str = "1f1b",
+    scaling: ScalingConfig | None = None,
+    checkpoint_every: int = 0,
+    max_failures: int = 3,
+    message_timeout_s: float = 60.0,
+) -> Trainer:
+    return Trainer(
+        "raypipe.models.mlp:mlp",
+        model_options={"num_layers": 8, "dtype": "float64"},
+        batches=rows,
+        schedule_config=ScheduleConfig(name=schedule, num_microbatches=4, microbatch_size=NUM_ROWS, updates_per_window=PER_WINDOW),
+        optimizer_config=OptimizerConfig(learning_rate=1e-2, warmup_updates=4),
+        scaling_config=scaling or ScalingConfig(num_devices=2, layers_per_stage=(4, 4)),
+        cluster_config=ClusterConfig(message_timeout_s=message_timeout_s),
+        run_config=RunConfig(name="test", storage_path=str(folder), num_updates=NUM_UPDATES, checkpoint_every=checkpoint_every),
+        failure_config=FailureConfig(max_failures=max_failures, copy_share=1.0),
+        faults=faults,
+    )
+
+
+def failures(path: str) -> list[dict[str, object]]:
+    return [json.loads(line) for line in (Path(path) / "failures.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.parametrize("kind", list(FaultKind))
+def test_a_run_goes_on_after_an_actor_is_killed_raises_or_hangs(tmp_path: Path, kind: FaultKind) -> None:
+    calm = trainer(tmp_path / "calm").fit()
+    faults = FaultScript().fail_at(device=1, op="1B2", kind=kind, window=2, hang_s=100.0)
+    timeout_s = 3.0 if kind is FaultKind.HANG else 60.0
+    found = trainer(tmp_path / "struck", faults=faults, message_timeout_s=timeout_s).fit()
+    assert found.losses == calm.losses
+    assert found.validation_losses == calm.validation_losses
+    lines = [json.loads(line) for line in (Path(found.path) / "metrics.jsonl").read_text().splitlines()]
+    assert [line["update"] for line in lines if "loss" in line] == list(range(1, NUM_UPDATES + 1))
+    (failure,) = failures(found.path)
+    assert (failure["update"], failure["from_update"], failure["source"]) == (6, 6, "the copies in memory")
+
+
+def test_a_fault_in_the_first_window_begins_the_run_anew(tmp_path: Path) -> None:
+    calm = trainer(tmp_path / "calm").fit()
+    faults = FaultScript().fail_at(device=0, op="0F1", kind=FaultKind.KILL)
+    found = trainer(tmp_path / "struck", faults=faults).fit()
+    assert found.losses == calm.losses
+    (failure,) = failures(found.path)
+    assert (failure["from_update"], failure["source"]) == (0, "the beginning")
+
+
+def test_a_stage_that_fails_twice_at_the_same_place_ends_the_run(tmp_path: Path) -> None:
+    faults = FaultScript().fail_at(device=1, op="1F3", window=1, repeats=True)
+    with pytest.raises(StageRaisedError, match=r"scripted fault before 1F3.*twice"):
+        trainer(tmp_path, faults=faults, max_failures=5).fit()
+    assert len(failures(str(tmp_path / "test"))) == 1
+
+
+def test_more_failures_in_a_row_than_allowed_end_the_run_and_progress_counts_anew(tmp_path: Path) -> None:
+    again = FaultScript().fail_at(device=1, op="1F3", kind=FaultKind.KILL, window=1, repeats=True)
+    with pytest.raises(StageFailedError, match="process died"):
+        trainer(tmp_path / "again", faults=again, max_failures=1).fit()
+    faults = FaultScript()
+    for window in (1, 3):
+        faults = faults.fail_at(device=0, op="0B1", kind=FaultKind.KILL, window=window)
+    found = trainer(tmp_path / "apart", faults=faults, max_failures=1).fit()
+    assert found.losses == trainer(tmp_path / "calm").fit().losses
+    assert [failure["from_update"] for failure in failures(found.path)] == [3, 9]
+
+
+@pytest.mark.parametrize(
+    ("schedule", "scaling"),
+    [
+        ("pipedream-2bw", ScalingConfig(num_devices=4, replicas=2, layers_per_stage=(4, 4))),
+        ("amdp", ScalingConfig(num_devices=2, layers_per_stage=(4, 4))),
+    ],
+)
+def test_copies_of_stages_and_late_updates_recover_to_the_last_bit(tmp_path: Path, schedule: str, scaling: ScalingConfig) -> None:
+    calm = trainer(tmp_path / "calm", schedule=schedule, scaling=scaling).fit()
+    op = {"pipedream-2bw": "1B2", "amdp": "1B1"}[schedule]
+    faults = FaultScript().fail_at(device=1, op=op, kind=FaultKind.KILL, window=2)
+    assert trainer(tmp_path / "struck", schedule=schedule, scaling=scaling, faults=faults).fit().losses == calm.losses
+
+
+def test_without_another_device_a_run_goes_on_with_a_new_plan_until_the_device_is_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calm = trainer(tmp_path / "calm").fit()
+    looks: list[int] = []
+
+    def none_at_first(
+        slots: Sequence[DeviceSlot], lost: Sequence[int], needs: Mapping[str, float], *, without: Collection[str]
+    ) -> dict[int, DeviceSlot]:
+        looks.append(len(lost))
+        return spare_slots(slots, lost, needs, without=without) if len(looks) > 2 else {}
+
+    monkeypatch.setattr("raypipe.training.recovery.spare_slots", none_at_first)
+    monkeypatch.setattr("raypipe.training.recovery._LOOK_S", 0.0)
+    faults = FaultScript().fail_at(device=1, op="1B2", kind=FaultKind.KILL, window=1)
+    found = trainer(tmp_path / "struck", faults=faults).fit()
+    assert found.losses == pytest.approx(calm.losses, abs=1e-10)
+    assert looks == [1, 1, 1]
+    folder = Path(found.path)
+    plans = [Plan.load(folder / name) for name in ("plan-until-update-000003.json", "plan-until-update-000009.json", "plan.json")]
+    assert [len(plan.devices) for plan in plans] == [2, 1, 2]
+    (failure,) = failures(found.path)
+    assert failure["from_update"] == 3
