@@ -273,7 +273,12 @@ class _WindowRun:
         executor.doing = step.doing
         since = self.mark()
         if self.faults is not None:
-            self.faults.strike(device=executor.device, op=str(self.program.items[step.position]), window=self.window.number)
+            self.faults.strike(
+                device=executor.device,
+                op=str(self.program.items[step.position]),
+                window=self.window.number,
+                first_copies={bound.op.stage for bound in step.ops} & set(self.program.primary_stages),
+            )
         for bound in step.ops:
             if bound.op.kind is OpKind.UPDATE:
                 self.updates.update(bound.op, step.position)

@@ -21,6 +21,7 @@ COMMANDS = (
     "simulate",
     "rehearse",
     "train",
+    "drill",
     "top",
     "runs",
     "show",

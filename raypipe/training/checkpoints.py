@@ -138,8 +138,9 @@ class Checkpoints:
             self._lock.check()
             folder = self._folder.new_checkpoint(update)
             files: dict[str, FileSums] = {}
-            for layer, state in copy.states.items():
-                files |= write_layer(folder, layer, self._index.layers[layer], unpacked(ray.get(state)))
+            for layer, parts in copy.states.items():
+                state = {name: tensor for part in parts for name, tensor in unpacked(ray.get(part)).items()}
+                files |= write_layer(folder, layer, self._index.layers[layer], state)
             self.newest = Checkpoint.finish(folder, dataclasses.replace(self._index, update=update, files=files))
         except (OSError, RunError, RayError) as error:
             self._notice(_not_saved(update, error))

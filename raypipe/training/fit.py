@@ -195,6 +195,7 @@ class Fit:
             plan=self.strategy.plan,
             figures=figures,
             sample=sample,
+            recoveries=tuple(self.record.recoveries),
         )
 
     @contextlib.contextmanager

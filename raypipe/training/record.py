@@ -7,7 +7,6 @@ import math
 import time
 from collections import deque
 from collections.abc import Sequence
-from typing import Any
 
 from raypipe.actors.execution.report import mean_losses, norms_of
 from raypipe.actors.measure.metrics import RunCounter, RunGauge, RunMetrics
@@ -20,7 +19,7 @@ from raypipe.planning.sum_patterns import PatternDecision
 from raypipe.schedules.ir import Schedule
 from raypipe.show.page import draw_page
 from raypipe.show.svg import draw_traces
-from raypipe.training.result import Listener, Progress
+from raypipe.training.result import Listener, Progress, RecoveredFailure
 from raypipe.training.run_folder import RunFolder
 from raypipe.training.strategy import Strategy
 
@@ -95,7 +94,7 @@ class RunRecord:
         self.validation_losses: list[tuple[int, float]] = []
         self.figures: dict[str, float] = {}
         self.phases: list[Phase] = []
-        self.num_recoveries = 0
+        self.recoveries: list[RecoveredFailure] = []
         self._first_update = first_update
         self._metrics: RunMetrics
         self._tokens_per_row = tokens_per_row
@@ -190,11 +189,11 @@ class RunRecord:
         del self.losses[update - self._first_update :]
         self.validation_losses = [(at, loss) for at, loss in self.validation_losses if at < update]
 
-    def add_failure(self, line: dict[str, Any]) -> None:
+    def add_recovery(self, recovery: RecoveredFailure) -> None:
         """Record a failure that the run has recovered from."""
-        self.folder.add_failure(line)
-        self.phases[-1].notes.append(f"update {line['update']}: {line['text']}")
-        self.num_recoveries += 1
+        self.folder.add_failure(dataclasses.asdict(recovery))
+        self.phases[-1].notes.append(f"update {recovery.update}: {recovery.text}")
+        self.recoveries.append(recovery)
         self._metrics.count(RunCounter.RECOVERIES)
 
     def count_failure(self) -> None:

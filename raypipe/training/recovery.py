@@ -20,6 +20,7 @@ from raypipe.config import FailureConfig
 from raypipe.errors import PlanError, RunError, StageRaisedError, StateLostError, TransportError
 from raypipe.training.adaptive import AdaptiveStrategy
 from raypipe.training.record import RunRecord
+from raypipe.training.result import RecoveredFailure
 from raypipe.training.strategy import Strategy
 from raypipe.training.sums import SumAdaptation
 
@@ -86,7 +87,7 @@ class Recovery:
         """
         self.record.count_failure()
         self._count(error, update)
-        since_s = time.monotonic()
+        first, since_s = error, time.monotonic()
         for _ in range(_MOST_TRIES):
             try:
                 source, changes = self._restore(error, update)
@@ -102,14 +103,7 @@ class Recovery:
         text = f"recovered in {seconds:.1f} s{changes}; going on from update {source.update} ({source.text})"
         self.copies.drop_after(source.update)
         self.record.rewind(source.update)
-        self.record.add_failure({
-            "update": update,
-            "text": text,
-            "error": str(error),
-            "from_update": source.update,
-            "source": source.text,
-            "recovered_s": seconds,
-        })
+        self.record.add_recovery(RecoveredFailure(update, source.update, source.text, seconds, text, str(first)))
         self.record.listener.notice(text)
         return source.update
 

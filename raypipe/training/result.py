@@ -60,6 +60,24 @@ class Silent:
 
 
 @dataclass(frozen=True)
+class RecoveredFailure:
+    """A failure that a run has recovered from.
+
+    Attributes:
+        update: Updates that were done when it failed.
+        from_update: Updates that were done in the state that the run went on from.
+        source: Where this state came from.
+    """
+
+    update: int
+    from_update: int
+    source: str
+    recovered_s: float
+    text: str
+    error: str
+
+
+@dataclass(frozen=True)
 class Result:
     """What a run returns.
 
@@ -72,6 +90,7 @@ class Result:
         plan: Plan that ran last.
         figures: Predicted against measured.
         sample: Generated text; empty unless configured.
+        recoveries: Failures that the run has recovered from.
     """
 
     path: str
@@ -82,3 +101,4 @@ class Result:
     plan: Plan
     figures: list[ComparedFigure]
     sample: str
+    recoveries: tuple[RecoveredFailure, ...] = ()

@@ -110,7 +110,7 @@ class Trainer:
         )
 
     @classmethod
-    def of(cls, config: TrainConfig) -> Trainer:
+    def of(cls, config: TrainConfig, *, faults: FaultScript | None = None) -> Trainer:
         """Return the trainer of a configuration."""
         model = config.model
         sections = {f"{field.name}_config": getattr(config, field.name) for field in fields(config) if field.name not in {"model", "plan"}}
@@ -120,6 +120,7 @@ class Trainer:
             precision=model.precision,
             compile_layers=model.compile,
             plan=config.plan,
+            faults=faults,
             **sections,
         )
 

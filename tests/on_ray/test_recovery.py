@@ -12,8 +12,21 @@ from raypipe.actors.execution.faults import FaultKind, FaultScript
 from raypipe.artifacts.plan import Plan
 from raypipe.cluster.discovery import spare_slots
 from raypipe.cluster.slots import DeviceSlot
-from raypipe.config import ClusterConfig, FailureConfig, OptimizerConfig, RunConfig, ScalingConfig, ScheduleConfig
-from raypipe.errors import StageFailedError, StageRaisedError
+from raypipe.config import (
+    ClusterConfig,
+    DataConfig,
+    FailureConfig,
+    ModelConfig,
+    OptimizerConfig,
+    RunConfig,
+    ScalingConfig,
+    ScheduleConfig,
+    TrainConfig,
+)
+from raypipe.data.prepare import prepare
+from raypipe.errors import ConfigError, StageFailedError, StageRaisedError
+from raypipe.training.drill import drill
+from raypipe.training.result import Silent
 from raypipe.training.trainer import Trainer
 from tests.actors.oracles import NUM_ROWS, RandomRows
 
@@ -45,7 +58,7 @@ def trainer(
         schedule_config=ScheduleConfig(name=schedule, num_microbatches=4, microbatch_size=NUM_ROWS, updates_per_window=PER_WINDOW),
         optimizer_config=OptimizerConfig(learning_rate=1e-2, warmup_updates=4),
         scaling_config=scaling or ScalingConfig(num_devices=2, layers_per_stage=(4, 4)),
-        cluster_config=ClusterConfig(message_timeout_s=message_timeout_s),
+        cluster_config=ClusterConfig(message_timeout_s=message_timeout_s, silence_timeout_s=5.0),
         run_config=RunConfig(name="test", storage_path=str(folder), num_updates=NUM_UPDATES, checkpoint_every=checkpoint_every),
         failure_config=FailureConfig(max_failures=max_failures, copy_share=1.0),
         faults=faults,
@@ -60,7 +73,7 @@ def failures(path: str) -> list[dict[str, object]]:
 def test_a_run_goes_on_after_an_actor_is_killed_raises_or_hangs(tmp_path: Path, kind: FaultKind) -> None:
     calm = trainer(tmp_path / "calm").fit()
     faults = FaultScript().fail_at(device=1, op="1B2", kind=kind, window=2, hang_s=100.0)
-    timeout_s = 3.0 if kind is FaultKind.HANG else 60.0
+    timeout_s = 3.0 if kind in {FaultKind.HANG, FaultKind.STOP} else 60.0
     found = trainer(tmp_path / "struck", faults=faults, message_timeout_s=timeout_s).fit()
     assert found.losses == calm.losses
     assert found.validation_losses == calm.validation_losses
@@ -135,3 +148,26 @@ def test_without_another_device_a_run_goes_on_with_a_new_plan_until_the_device_i
     assert [len(plan.devices) for plan in plans] == [2, 1, 2]
     (failure,) = failures(found.path)
     assert failure["from_update"] == 3
+
+
+def test_a_drill_strikes_stages_and_compares(tmp_path: Path) -> None:
+    source = tmp_path / "text"
+    source.mkdir()
+    for number in range(20):
+        (source / f"{number}.txt").write_text("practice makes perfect\n" * 40)
+    prepare(str(source), output=tmp_path / "tokens.parquet", validation_fraction=0.3)
+    config = TrainConfig(
+        model=ModelConfig(
+            function="raypipe.models.gpt:gpt", options={"num_layers": 2, "d_model": 32, "num_heads": 2, "sequence_length": 32}
+        ),
+        data=DataConfig(path=str(tmp_path / "tokens.parquet"), sequence_length=32),
+        schedule=ScheduleConfig(num_microbatches=2, microbatch_size=2, updates_per_window=2),
+        scaling=ScalingConfig(num_devices=2, layers_per_stage=(2, 2)),
+        run=RunConfig(name="gpt", storage_path=str(tmp_path)),
+    )
+    found = drill(config, {FaultKind.KILL: [1], FaultKind.RAISE: [0]}, listener=Silent())
+    assert found.largest_difference == 0.0
+    assert [(failure.update, failure.from_update) for failure in found.struck.recoveries] == [(4, 4), (6, 6)]
+    assert Path(found.struck.path).name == "gpt-drill-2"
+    with pytest.raises(ConfigError, match="the run has the stages 0 to 1, not 2; choose one of them to kill"):
+        drill(config, {FaultKind.KILL: [2]}, listener=Silent())

@@ -166,14 +166,14 @@ def test_the_copy_in_memory_is_written_where_no_time_is_left_for_the_window(tmp_
     run.checkpoints.wait()
     monkeypatch.setattr("raypipe.training.checkpoints.ray.get", lambda state: state)
     states = {update: packed({"weight": torch.full((3,), float(update))}) for update in (5, 10, 15)}
-    run.checkpoints.save_copy([StateCopy(5, {0: states[5]})])
+    run.checkpoints.save_copy([StateCopy(5, {0: [states[5]]})])
     assert run.saved() == [5], "that is saved already"
-    run.checkpoints.save_copy([StateCopy(15, {0: states[15]}), StateCopy(10, {0: states[10]})])
+    run.checkpoints.save_copy([StateCopy(15, {0: [states[15]]}), StateCopy(10, {0: [states[10]]})])
     assert run.told[-1] == "no time is left for this window: writing the copy of update 15 that is in memory"
     newest = Checkpoint.latest(run.folder.path)
     assert newest is not None
     assert newest == run.checkpoints.newest
     assert newest.index.update == 15
     assert newest.load_layer(0)["weight"].tolist() == [15.0, 15.0, 15.0]
-    run.checkpoints.save_copy([StateCopy(20, {0: packed({"weight": torch.tensor([math.inf])})})])
+    run.checkpoints.save_copy([StateCopy(20, {0: [packed({"weight": torch.tensor([math.inf])})]})])
     assert "update 20 was not saved: weight in layer-0000-a.safetensors is infinite" in run.told[-1]
