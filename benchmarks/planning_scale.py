@@ -26,7 +26,7 @@ from raypipe.artifacts.topology import ClusterTopology, Device, Link, Node, Node
 from raypipe.errors import PlanError
 from raypipe.planning.device_order import recursive
 from raypipe.planning.estimator import Estimator
-from raypipe.planning.evaluator import LayoutEvaluator
+from raypipe.planning.extrapolation import evaluator_of
 from raypipe.planning.partition import MOST_UNITS, Partition
 from raypipe.planning.plan import plan_problem
 from raypipe.planning.planners import PLANNERS
@@ -131,7 +131,7 @@ def compared(num_devices: int, per_node: int, num_layers: int, num_microbatches:
     for planner in PLANNERS:
         if planner.layouts is not None and (num_devices <= MOST_UNITS or planner.quick):
             try:
-                update_s[planner.name] = solve(LayoutEvaluator(problem), name=planner.name).update_s
+                update_s[planner.name] = solve(evaluator_of(problem), name=planner.name).update_s
             except PlanError:
                 update_s[planner.name] = None
     return {

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import chain
+from itertools import chain, repeat
 
 from raypipe.artifacts.plan import Plan, Predicted, Replica
 from raypipe.communication.patterns import Pattern
@@ -46,6 +46,17 @@ class Evaluation:
             return self.extrapolated_s
         more = self.num_updates - max(len(self.timing.order.updates), 1)
         return (self.timing.makespan_s + more * self.timing.steady_update_s) / self.num_updates
+
+    @property
+    def devices_per_program(self) -> list[int]:
+        """How many devices each simulated program stands for: all of a worker's where workers were simulated as one device."""
+        sizes = list(map(len, self.layout.workers))
+        return sizes if len(self.timing.order.programs) == len(sizes) else [1] * sum(sizes)
+
+    @property
+    def peak_memory_bytes(self) -> tuple[int, ...]:
+        """Most bytes that each device holds."""
+        return tuple(chain(*map(repeat, self.timing.peak_memory_bytes, self.devices_per_program)))
 
     @property
     def rank(self) -> tuple[float, float]:
@@ -185,9 +196,19 @@ class LayoutEvaluator:
         workers = layout.placement(problem)
         assert workers is not None, "a simulated layout can be divided"
         schedule = layout_schedule(problem, layout, num_updates=window_updates(problem, layout))
-        if schedule.num_updates != len(evaluation.timing.order.updates):
-            evaluation = self.simulate_order(layout, schedule)
-        trace = evaluation.timing.trace(name=problem.profile.name, num_updates=schedule.num_updates)
+        predicted = self._predicted(evaluation, lower_bound_s, lower_bound_reason)
+        if predicted is None:
+            if schedule.num_updates != len(evaluation.timing.order.updates):
+                evaluation = self.simulate_order(layout, schedule)
+            trace = evaluation.timing.trace(name=problem.profile.name, num_updates=schedule.num_updates)
+            predicted = Predicted(
+                update_s=evaluation.update_s,
+                bubble_ratio=trace.bubble_ratio,
+                device_bubble_ratios=trace.device_bubble_ratios,
+                peak_memory_bytes=trace.peak_memory_bytes,
+                lower_bound_s=lower_bound_s,
+                lower_bound_reason=lower_bound_reason,
+            )
         return Plan(
             name=problem.profile.name,
             planner=planner,
@@ -200,14 +221,29 @@ class LayoutEvaluator:
             schedule=schedule,
             profile=problem.profile,
             topology=problem.topology,
-            predicted=Predicted(
-                update_s=evaluation.update_s,
-                bubble_ratio=trace.bubble_ratio,
-                device_bubble_ratios=trace.device_bubble_ratios,
-                peak_memory_bytes=trace.peak_memory_bytes,
-                lower_bound_s=lower_bound_s,
-                lower_bound_reason=lower_bound_reason,
-            ),
+            predicted=predicted,
             profile_digest=problem.profile.digest,
             topology_digest=problem.topology.digest,
+        )
+
+    def _predicted(self, evaluation: Evaluation, lower_bound_s: float, lower_bound_reason: str | None) -> Predicted | None:
+        """Return what is predicted of an update of which only parts were simulated; `None` where it was as a whole."""
+        if evaluation.extrapolated_s is None:
+            return None
+        timing = evaluation.timing
+        times = self.problem.num_microbatches / timing.order.microbatches_per_update
+        # Without updates, which happen once, and stand for the rest of their sum where workers are one device.
+        of_programs = (
+            sum(end_s - start_s for slot, start_s, end_s in zip(*program, strict=True) if not slot.ops[0].kind.per_update)
+            for program in zip(timing.order.computes, timing.starts, timing.ends, strict=True)
+        )
+        busy_s = chain(*map(repeat, of_programs, evaluation.devices_per_program))
+        ratios = tuple(max(1 - times * each_s / evaluation.update_s, 0.0) for each_s in busy_s)
+        return Predicted(
+            update_s=evaluation.update_s,
+            bubble_ratio=sum(ratios) / len(ratios),
+            device_bubble_ratios=ratios,
+            peak_memory_bytes=evaluation.peak_memory_bytes,
+            lower_bound_s=lower_bound_s,
+            lower_bound_reason=lower_bound_reason,
         )

@@ -8,16 +8,19 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field, replace
 
-from raypipe.planning.evaluator import Evaluation, LayoutEvaluator, better
+from raypipe.planning.evaluator import Evaluation, LayoutEvaluator, OnEvaluated, better, ignore
 from raypipe.planning.layout import Layout
 from raypipe.planning.layout_schedules import ScheduleCache
 from raypipe.planning.merged import MergedEvaluator, can_merge
+from raypipe.planning.problem import Problem
+from raypipe.planning.stopping import Poll, never
 
 _MOST_WHOLE = 1_024  # Microbatches x devices up to which the devices of a worker are simulated one by one.
 _GAIN = 2  # Least factor by which two short updates must be shorter than the long one.
 # Least microbatches per device by which the two short updates differ; the shorter one has twice as many, enough to fill any schedule.
 _FULL = 2
 _MOST_KEPT = 4
+_MOST_EXACT = 131_072  # Microbatches x devices up to which the last layouts are simulated as whole updates, device by device.
 MOST_SIMULATED = 4_096  # Microbatches x devices up to which many layouts are simulated as whole updates in the end.
 
 
@@ -32,6 +35,16 @@ def short_lengths(num_microbatches: int, num_devices: int) -> tuple[int, int] | 
     fewer = num_microbatches % unit + 2 * unit
     more = fewer + unit
     return (fewer, more) if _GAIN * (fewer + more) <= num_microbatches else None
+
+
+def evaluator_of(
+    problem: Problem, schedules: ScheduleCache | None = None, *, on_evaluated: OnEvaluated = ignore, poll: Poll = never
+) -> LayoutEvaluator:
+    """Return the evaluator whose word is final: by whole updates on all devices, unless that takes a minute and more."""
+    whole = LayoutEvaluator(problem, schedules or ScheduleCache(), on_evaluated, poll=poll)
+    if problem.num_microbatches * min(problem.num_devices, problem.num_layers * problem.microbatch_size) <= _MOST_EXACT:
+        return whole
+    return ShortEvaluator.of(whole) or whole
 
 
 @dataclass

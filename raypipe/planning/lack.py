@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from raypipe.planning.evaluator import Evaluation, LayoutEvaluator
+from raypipe.planning.extrapolation import evaluator_of
 from raypipe.schedules.passes import shard_optimizer
 from raypipe.units import size
 
@@ -19,7 +20,7 @@ def lack_words(evaluator: LayoutEvaluator, lacking: Evaluation) -> str:
     """Say which device lacks how much for which layers, and what recomputation, sharding or fewer rows a microbatch would leave lacking."""
     problem, layout = evaluator.problem, lacking.layout
     devices = [(worker, device) for worker, group in enumerate(layout.workers) for device in group]
-    lacks = [peak - problem.memory_bytes[device] for peak, (_, device) in zip(lacking.timing.peak_memory_bytes, devices, strict=True)]
+    lacks = [peak - problem.memory_bytes[device] for peak, (_, device) in zip(lacking.peak_memory_bytes, devices, strict=True)]
     worker, device = devices[max(range(len(lacks)), key=lambda at: (lacks[at], -at))]
     schedule = evaluator.schedule(layout)
     stages = sorted({stage for pipeline in schedule.pipelines for stage, at in enumerate(pipeline) if at == worker})
@@ -37,7 +38,7 @@ def _range(names: list[str]) -> str:
 def _helps(evaluator: LayoutEvaluator, lacking: Evaluation) -> Iterator[str]:
     problem, layout = evaluator.problem, lacking.layout
     if not problem.recompute:
-        again = LayoutEvaluator(replace(problem, recompute=True)).simulate(replace(layout, recomputed=None))
+        again = evaluator_of(replace(problem, recompute=True)).simulate(replace(layout, recomputed=None))
         if again is not None and again.missing_bytes < lacking.missing_bytes:
             yield f"running forwards again (--recompute) {_left(again)}"
     schedule = evaluator.schedule(layout)
@@ -56,7 +57,7 @@ def _helps(evaluator: LayoutEvaluator, lacking: Evaluation) -> Iterator[str]:
         count = problem.num_microbatches * 2**halving
         if odd or not rows or count * layout.num_stages > _MOST_OPS:
             break
-        smaller = LayoutEvaluator(replace(problem, num_microbatches=count, microbatch_size=rows)).simulate(layout)
+        smaller = evaluator_of(replace(problem, num_microbatches=count, microbatch_size=rows)).simulate(layout)
         if smaller is None or smaller.missing_bytes >= least_bytes:
             break
         fewest, least_bytes = f"{count} microbatches of {rows} {'rows' if rows > 1 else 'row'} {_left(smaller)}", smaller.missing_bytes

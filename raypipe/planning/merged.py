@@ -114,6 +114,8 @@ class MergedEvaluator(LayoutEvaluator):
         if len(group) == 1:
             return stage
         largest = max(share for share, _ in self.problem.demands(group))
+        # A sum starts, at the earliest, during the last backward; it takes a vector besides what that needs.
+        vector_bytes = round(self.estimator.vector_bytes(ends[0], ends[1]))
         return replace(
             stage,
             forward_s=stage.forward_s * share,
@@ -124,6 +126,6 @@ class MergedEvaluator(LayoutEvaluator):
             saved_bytes=round(stage.saved_bytes * largest),
             weight_grad_saved_bytes=round(stage.weight_grad_saved_bytes * largest),
             kept_bytes=None if stage.kept_bytes is None else round(stage.kept_bytes * largest),
-            working_bytes=round(stage.working_bytes * largest),
-            input_grad_working_bytes=round(stage.input_grad_working_bytes * largest),
+            working_bytes=round(stage.working_bytes * largest) + vector_bytes,
+            input_grad_working_bytes=round(stage.input_grad_working_bytes * largest) + vector_bytes,
         )

@@ -10,7 +10,8 @@ from raypipe.artifacts.plan import Plan
 from raypipe.artifacts.profile import ModelProfile
 from raypipe.artifacts.topology import ClusterTopology
 from raypipe.errors import PlanError
-from raypipe.planning.evaluator import Evaluation, LayoutEvaluator, OnEvaluated, ignore
+from raypipe.planning.evaluator import Evaluation, OnEvaluated, ignore
+from raypipe.planning.extrapolation import evaluator_of
 from raypipe.planning.plan_bound import plan_bound
 from raypipe.planning.planners import AUTO
 from raypipe.planning.problem import Problem
@@ -98,7 +99,7 @@ def plan_problem(
     known: Evaluation | None = None,
 ) -> Plan:
     """Plan a problem, at least as well as the layout `known`; `poll` may end the search. Arguments and errors as for `plan`."""
-    evaluator = LayoutEvaluator(problem, on_evaluated=on_evaluated, poll=poll)
+    evaluator = evaluator_of(problem, on_evaluated=on_evaluated, poll=poll)
     best = solve(evaluator, name=name, schedule=schedule, budget=budget, known=known)
     evaluator.poll = never
     least_s, reason = bound(problem, schedule)

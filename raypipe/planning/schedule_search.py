@@ -12,7 +12,7 @@ from raypipe.planning.branch_groups import likeness
 from raypipe.planning.branch_placement import Layers
 from raypipe.planning.device_order import canonical
 from raypipe.planning.evaluator import Evaluation, LayoutEvaluator, better
-from raypipe.planning.extrapolation import ShortEvaluator
+from raypipe.planning.extrapolation import ShortEvaluator, evaluator_of
 from raypipe.planning.late import with_hidden_transfers
 from raypipe.planning.layout import Layout
 from raypipe.planning.levels import node_pipelines
@@ -119,7 +119,7 @@ class _Search:
 
     @classmethod
     def of(cls, evaluator: LayoutEvaluator, problem: Problem, schedule: str, budget: SearchBudget) -> _Search:
-        exact = LayoutEvaluator(problem, evaluator.schedules, evaluator.on_evaluated, poll=evaluator.poll)
+        exact = evaluator_of(problem, evaluator.schedules, on_evaluated=evaluator.on_evaluated, poll=evaluator.poll)
         return cls(exact, quick_evaluator(exact, schedule) or exact, schedule, budget)
 
     def on_list(self) -> _Found:

@@ -31,8 +31,9 @@ _POOL = 6  # Number of simulated layouts around which the search continues.
 _NUM_CLIMBED = 3  # Pipelines of groups whose workers change places, by each of two ranks.
 _SPLIT_RAMP = 0.4  # Part of the time besides the busiest worker's that remains where backwards are split.
 _ESTIMATE_WORK = 9.0  # Work of the estimate of 8 devices: stages, and devices by eight.
+_SUMMED = 256  # Devices beyond which what changed workers sum takes most of an estimate, in proportion to the devices.
 _LEAST_SIMULATIONS = 6
-_SIMULATION_WORK = 1024.0  # Microbatches x workers of a simulation that counts as one.
+_SIMULATION_WORK = 512.0  # Microbatches x workers of a simulation that counts as one.
 _USUAL_WORKERS = 32  # Most workers that count: with many devices, layouts of more are seldom good.
 
 
@@ -56,7 +57,7 @@ class SearchBudget:
         estimate = max((num_stages + num_used / 8) / _ESTIMATE_WORK, 1.0)
         simulation = max(sum(lengths) * num_workers / _SIMULATION_WORK, 1.0)
         return cls(
-            num_estimates=max(round(cls.num_estimates * effort / estimate), 1),
+            num_estimates=max(round(cls.num_estimates * effort / estimate / max(num_used / _SUMMED, 1.0)), 1),
             num_simulations=max(round(cls.num_simulations * effort / simulation), _LEAST_SIMULATIONS),
             program_work=cls.program_work * effort,
             num_swaps=max(round(cls.num_swaps * effort / estimate), 1),

@@ -10,6 +10,7 @@ from itertools import pairwise
 
 from raypipe.errors import NoLinkError, NoPlanYetError, PlanError, UnknownNameError
 from raypipe.planning.evaluator import Evaluation, LayoutEvaluator, OnEvaluated, better, ignore
+from raypipe.planning.extrapolation import evaluator_of
 from raypipe.planning.lack import lack_words
 from raypipe.planning.layer_order import canonical
 from raypipe.planning.planners import AUTO, PLANNERS, Planner, best_proposal
@@ -81,7 +82,7 @@ def _best_on_any_list(search: Callable[[LayoutEvaluator], Evaluation | None], ev
     in_order, layers = canonical(evaluator.problem)
     if in_order is evaluator.problem:
         return search(evaluator)
-    on_list = LayoutEvaluator(in_order, evaluator.schedules, evaluator.on_evaluated, poll=evaluator.poll)
+    on_list = evaluator_of(in_order, evaluator.schedules, on_evaluated=evaluator.on_evaluated, poll=evaluator.poll)
     best = search(on_list)
     evaluator.stopped = on_list.stopped
     if best is not None:
@@ -163,7 +164,7 @@ def best_division(
     for num_microbatches, microbatch_size in divided(batch_size, most_microbatches=_MICROBATCHES_PER_DEVICE * problem.num_devices):
         candidate = replace(problem, num_microbatches=num_microbatches, microbatch_size=microbatch_size)
         try:
-            evaluation = solve(LayoutEvaluator(candidate, on_evaluated=on_evaluated, poll=poll), name=name, schedule=schedule, budget=quick)
+            evaluation = solve(evaluator_of(candidate, on_evaluated=on_evaluated, poll=poll), name=name, schedule=schedule, budget=quick)
         except PlanError as error:
             failure = error
             continue

@@ -10,9 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from raypipe.planning import extrapolation
 from raypipe.planning.evaluator import LayoutEvaluator
-from raypipe.planning.extrapolation import ShortEvaluator, short_lengths
+from raypipe.planning.extrapolation import ShortEvaluator, evaluator_of, short_lengths
 from raypipe.planning.layout import Layout
+from raypipe.planning.plan import plan_problem
 from raypipe.planning.search import SearchBudget
 from raypipe.planning.solve import solve
 from tests.planning.instances import random_problem
@@ -98,3 +100,25 @@ def test_a_problem_of_another_length_has_the_same_pairs_of_devices() -> None:
     assert shorter.block_of is problem.block_of
     assert (shorter.num_microbatches, problem.num_microbatches) == (3, 8)
     assert shorter.summed_prefix is not problem.summed_prefix
+
+
+def test_updates_that_take_minutes_to_simulate_are_planned_by_their_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = random_problem(4, num_devices=6, num_layers=8, num_microbatches=256)
+    assert not isinstance(evaluator_of(problem), ShortEvaluator)
+    whole = LayoutEvaluator(problem)
+    monkeypatch.setattr(extrapolation, "_MOST_EXACT", 1000)
+    evaluator = evaluator_of(problem)
+    assert isinstance(evaluator, ShortEvaluator)
+    layout = Layout((0, 3, 8), ((0, 1), (2, 3, 4)), "zb-h1")
+    short, exact = evaluator.simulate(layout), whole.simulate(layout)
+    assert short is not None
+    assert exact is not None
+    said = evaluator.plan(short, planner="raypipe", lower_bound_s=1.0).predicted
+    foretold = whole.plan(exact, planner="raypipe", lower_bound_s=1.0).predicted
+    assert said is not None
+    assert foretold is not None
+    assert said.update_s == pytest.approx(foretold.update_s, rel=0.05)
+    assert said.bubble_ratio == pytest.approx(foretold.bubble_ratio, abs=0.05)
+    assert said.device_bubble_ratios == pytest.approx(foretold.device_bubble_ratios, abs=0.08)
+    assert said.peak_memory_bytes == pytest.approx(foretold.peak_memory_bytes, rel=0.05)
+    assert plan_problem(problem, budget=SMALL).predicted is not None

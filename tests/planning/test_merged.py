@@ -75,7 +75,8 @@ def test_the_memory_of_the_fullest_device_is_that_of_all(order: str) -> None:
     assert whole is not None
     assert merged is not None
     assert whole.missing_bytes > 0
-    assert merged.missing_bytes == pytest.approx(whole.missing_bytes, rel=0.02)
+    vector_bytes = LayoutEvaluator(problem).estimator.vector_bytes(0, 8)
+    assert whole.missing_bytes <= merged.missing_bytes <= whole.missing_bytes + vector_bytes
 
 
 def test_workers_of_one_device_and_several_pipelines_are_simulated_device_by_device() -> None:
