@@ -38,7 +38,7 @@ class ProcessGroup(Protocol):
         """Begin to combine the one tensor of each rank."""
 
 
-def cause(error: RuntimeError) -> str:
+def cause(error: Exception) -> str:
     """Return what an error of gloo means."""
     text = str(error).splitlines()[0]
     if any(sign in text for sign in ("closed by peer", "reset by peer", "Broken pipe", "caused pair closure")):

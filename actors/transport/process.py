@@ -132,7 +132,7 @@ class ProcessTransport:
         except BaseException as error:
             self._unusable = "it could not connect"
             self.close()
-            if isinstance(error, RuntimeError) and not isinstance(error, RunError):
+            if isinstance(error, RuntimeError | OSError) and not isinstance(error, RunError):  # the store, or what gloo says
                 self._aborting.check()
                 problem = gloo_channel.cause(error)
                 raise TransportError(self.names[self.device], f"(store {self._store_address})", "connecting", problem) from error
