@@ -253,6 +253,10 @@ class StageActor:
         """Return the layers that this device exports whole, of replicas the first, and those of which it has stepped a part."""
         return self._stages.exported_layers() if self._stages is not None else ([], [])
 
+    def nonfinite_layers(self) -> list[tuple[int, int, str]]:
+        """Return index, stage and name of each layer with a weight that is infinite or no number."""
+        return self._built("looking at weights").nonfinite_layers()
+
     def needed_layers(self) -> list[int]:
         """Return the layers whose states this device's stages need."""
         return self._stages.needed_layers() if self._stages is not None else []
@@ -340,10 +344,13 @@ class StageActor:
 
     # Windows
 
-    def run(self, name: str, *, number: int, first_update: int, split: str) -> WindowReport:
-        """Run a window of a program over the rows of a split; raises `StageFailedError` or `TransportError`."""
+    def run(self, name: str, *, number: int, first_update: int, split: str, skipped: frozenset[int] = frozenset()) -> WindowReport:
+        """Run a window of a program over the rows of a split; raises `StageFailedError` or `TransportError`.
+
+        The `skipped` updates of the window change no weight.
+        """
         assert self._stages is not None, "build comes first"
-        return self._run(name, Window(number, first_update, self._stages.rows(split)))
+        return self._run(name, Window(number, first_update, self._stages.rows(split), skipped=skipped))
 
     def run_on(self, name: str, *, number: int, batches: BatchSource, num_rows: int) -> WindowReport:
         """Run a program of forwards over the given rows, `num_rows` per microbatch; the report has the outputs."""

@@ -106,6 +106,15 @@ class DeviceStages:
         stepped = [layer for stage, weights in self.weights.items() if stage not in self.primary for layer in export_stepped(weights)]
         return [index for weights in self._primary() for index in weights.module.indices], stepped
 
+    def nonfinite_layers(self) -> list[tuple[int, int, str]]:
+        """Return index, stage and name of each layer with a weight that is infinite or no number."""
+        return [
+            (index, stage, weights.module.names[index])
+            for stage, weights in self.weights.items()
+            for index in weights.module.indices
+            if not all(bool(torch.isfinite(weight).all()) for weight in weights.module.layers[str(index)].parameters())
+        ]
+
     def needed_layers(self) -> list[int]:
         """Return the layers whose states the stages need."""
         return list(dict.fromkeys(layer for weights in self.weights.values() for layer in weights.module.needed_layers))

@@ -316,6 +316,17 @@ class CheckpointMetric(StrEnum):
     """The validation loss, where the weights were evaluated."""
 
 
+class OnNonFinite(StrEnum):
+    """What a run does about an update whose loss or gradient is infinite or no number."""
+
+    STOP = "stop"
+    """Skip it on all stages, and stop when three follow each other."""
+    SKIP = "skip"
+    """Skip it on all stages."""
+    CONTINUE = "continue"
+    """Do it all the same."""
+
+
 @record()
 class RunConfig:
     """The length of a run and the place of its results.
@@ -333,6 +344,8 @@ class RunConfig:
         keep_best_by: Loss by which the best checkpoint is kept beside the newest; left out for none.
         grace_s: Seconds within which a run that is asked to stop, by Ctrl-C, SIGTERM or `ray job stop`, ends its window and saves; 0 to
             end at once. In a Ray job half of RAY_JOB_STOP_WAIT_TIME_S, which is 3 unless the cluster sets it, if that is no longer.
+        on_nonfinite: What happens to updates whose loss or gradient norm is infinite or no number. Skipping does the window once more
+            from the copy of the state before it, and needs `failure.max_failures`.
         sample_bytes: Bytes of text to generate at the end, for models of bytes; 0 for none.
         sample_prompt: Beginning of the generated text.
     """
@@ -348,6 +361,7 @@ class RunConfig:
     num_to_keep: NonNegativeInt = 3
     keep_best_by: CheckpointMetric | None = None
     grace_s: NonNegativeFloat = 30.0
+    on_nonfinite: OnNonFinite = OnNonFinite.STOP
     sample_bytes: NonNegativeInt = 0
     sample_prompt: str = ""
 

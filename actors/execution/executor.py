@@ -44,6 +44,7 @@ class Window:
         batches: Source of the rows; `None` for a device whose stages read none.
         keep_outputs: Whether the last layer's outputs are reported (evaluation only).
         num_rows: Rows of a microbatch, where the stages were connected for another number.
+        skipped: Updates of the window that change no weight.
     """
 
     number: int
@@ -51,6 +52,7 @@ class Window:
     batches: BatchSource | None
     keep_outputs: bool = False
     num_rows: int | None = None
+    skipped: frozenset[int] = frozenset()
 
 
 class Executor:
@@ -230,6 +232,7 @@ class _WindowRun:
             batches=window.batches,
             on=executor.on,
             first_update=window.first_update,
+            skipped=window.skipped,
             learning_rate=executor.learning_rate,
             max_grad_norm=executor.max_grad_norm,
             at_rest=executor.at_rest,

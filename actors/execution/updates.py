@@ -64,6 +64,7 @@ class Updates:
         batches: BatchSource | None,
         on: torch.device,
         first_update: int,
+        skipped: frozenset[int] = frozenset(),
         learning_rate: LearningRate,
         max_grad_norm: float | None,
         at_rest: Callable[[], AbstractContextManager[object]] = nullcontext,
@@ -75,6 +76,7 @@ class Updates:
         self._batches = batches
         self._on = on
         self._first_update = first_update
+        self._skipped = skipped
         self._learning_rate = learning_rate
         self._max_grad_norm = max_grad_norm
         self.under_way = Starter(transport, share=self._share_in_place, put=self._put, on=on, at_rest=at_rest)
@@ -105,6 +107,7 @@ class Updates:
             learning_rate=self._learning_rate(self._first_update + op.index),
             keep_old=self._program.last_reads[op.stage, op.index] > position,
             shared=shared,
+            steps=op.index not in self._skipped,
         )
 
     def starting(self, bound: BoundOp, steps: Sequence[StartStep]) -> AbstractContextManager[None]:

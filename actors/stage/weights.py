@@ -138,7 +138,16 @@ class Weights:
         """Return an update's shared gradients as a vector, to be summed over the tie."""
         return self.shared.pack(self.gradients.of(update))
 
-    def update(self, update: int, *, scale: float | Tensor, learning_rate: float, keep_old: bool, shared: Tensor | None = None) -> None:
+    def update(
+        self,
+        update: int,
+        *,
+        scale: float | Tensor,
+        learning_rate: float,
+        keep_old: bool,
+        shared: Tensor | None = None,
+        steps: bool = True,
+    ) -> None:
         """Make version `update + 1` from version `update`, and drop its gradients; of weights that copies divide, until `receive`, a part.
 
         Args:
@@ -147,13 +156,14 @@ class Weights:
             learning_rate: Learning rate of this update.
             keep_old: Whether version `update` is still to be read.
             shared: Clipped sum of `shared_gradients`.
+            steps: Whether weights and optimizer state change; otherwise the new version equals the old one.
         """
         gradients = self.gradients.pop(update)
         if shared is not None:
             self.shared.unpack(shared, gradients)
         if keep_old:
             self.versions.move_masters()
-        if self.optimizer is not None:
+        if self.optimizer is not None and steps:
             # The host does not know whether a scale that the device computes is 1.
             for at in self.shared.unshared if isinstance(scale, Tensor) or scale != 1.0 else ():
                 if (gradient := gradients[at]) is not None:

@@ -164,14 +164,22 @@ class Coordinator:
 
     # Windows
 
-    def run_window(self, name: str, *, num_updates: int, first_update: int, split: str = "train") -> WindowResult:
-        """Run a window of a program on all devices.
+    def run_window(
+        self, name: str, *, num_updates: int, first_update: int, split: str = "train", skipped: frozenset[int] = frozenset()
+    ) -> WindowResult:
+        """Run a window of a program on all devices; its `skipped` updates change no weight.
 
         Raises:
             StageFailedError: An actor died, raised or stopped answering.
             TransportError: Two devices lost each other.
         """
-        return self._window(name, "run", num_updates=num_updates, first_update=first_update, split=split)
+        return self._window(name, "run", num_updates=num_updates, first_update=first_update, split=split, skipped=skipped)
+
+    def nonfinite_layers(self) -> list[tuple[int, str]]:
+        """Return stage and name of each layer with a weight that is infinite or no number, in the order of layers."""
+        of_devices = self.actors.ask("looking at weights", lambda _, actor: actor.nonfinite_layers.remote())
+        found = {layer for of_device in of_devices.values() for layer in of_device}
+        return [(stage, name) for _, stage, name in sorted(found)]
 
     def run_on(self, name: str, batches: BatchSource, *, num_rows: int) -> WindowResult:
         """Run forwards on these rows, `num_rows` a microbatch; the reports have the last layer's outputs."""

@@ -32,6 +32,7 @@ from raypipe.training.adaptive import Adaptation, AdaptiveStrategy
 from raypipe.training.checkpoints import Checkpoints
 from raypipe.training.checks import check_data, check_staleness, checkpoint_to_resume, rows_per_update
 from raypipe.training.ending import finished_result, leave
+from raypipe.training.nonfinite import NonFiniteUpdates
 from raypipe.training.record import RunRecord, write_report
 from raypipe.training.recovery import Recovery
 from raypipe.training.result import Listener, Result, Resume, StoppedRun
@@ -120,6 +121,7 @@ class Fit:
             notice=listener.notice,
             on_saved=self.record.add_checkpoint,
         )
+        self.nonfinite = NonFiniteUpdates(config.run.on_nonfinite, can_repeat=config.failure.max_failures > 0, notice=listener.notice)
         self.num_done = self.first_update
         self.is_told = False
 
@@ -336,7 +338,14 @@ class Fit:
                     if is_end:
                         break
                     size = _window_size(self.config, done)
-                    result = self.coordinator.run_window(f"train-{size}", num_updates=size, first_update=done)
+                    skipped = self.nonfinite.skipped(done, size)
+                    result = self.coordinator.run_window(f"train-{size}", num_updates=size, first_update=done, skipped=skipped)
+                    if self.nonfinite.must_repeat(
+                        result, self.strategy.schedule, first_update=done, layers=self.coordinator.nonfinite_layers
+                    ):
+                        self.num_done = done = self.recovery.rewind(update=done)
+                        result = None
+                        continue
                     self.record.add_window(result, self.strategy.schedule, first_update=done)
                     self.num_done = done = done + size
                     self.recovery.after_window(done)

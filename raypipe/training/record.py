@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import statistics
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -24,6 +25,8 @@ from raypipe.training.run_folder import RunFolder
 from raypipe.training.strategy import Strategy
 
 _NUM_WINDOWS_KEPT = 50
+_LEAST_LOSSES, _MOST_LOSSES = 20, 50  # of the last updates, which say what is usual
+_SPIKE = 10.0  # median deviations from the median, from which a loss is a spike
 # Ray's metric of each figure.
 _GAUGES = {
     "loss": RunGauge.LOSS,
@@ -98,7 +101,7 @@ class RunRecord:
         self._first_update = first_update
         self._metrics: RunMetrics
         self._tokens_per_row = tokens_per_row
-        self._has_diverged = False
+        self._recent: deque[float] = deque(maxlen=_MOST_LOSSES)
 
     def start_metrics(self, run: str) -> None:
         """Register metrics with the connected Ray cluster."""
@@ -146,7 +149,7 @@ class RunRecord:
         update_s = result.wall_s / result.num_updates
         speed = {"update_s": update_s, "tokens_per_s": tokens / update_s, "bubble_ratio": result.trace.bubble_ratio}
         self.figures |= speed | {"loss": losses[-1], "updates": first_update + result.num_updates}
-        self._notice_divergence(losses, first_update)
+        self._notice_spikes(losses, first_update)
         last = result.num_updates - 1
         self._metrics.set(RunGauge.GRADIENT_NORM, norms.get(last))
         self._metrics.set(RunGauge.LEARNING_RATE, config.optimizer.rate(first_update + last, num_updates=config.run.num_updates))
@@ -161,14 +164,17 @@ class RunRecord:
                 **speed,
             })
 
-    def _notice_divergence(self, losses: list[float], first_update: int) -> None:
-        number = next((number for number, loss in enumerate(losses) if not math.isfinite(loss)), None)
-        if number is not None and not self._has_diverged:
-            self._has_diverged = True
-            self.listener.notice(
-                f"update {first_update + number + 1}: the loss is {losses[number]}, and checkpoints from now on cannot be used; "
-                "resume from an earlier one with a lower learning rate"
-            )
+    def _notice_spikes(self, losses: list[float], first_update: int) -> None:
+        for number, loss in enumerate(losses):
+            known = list(self._recent)
+            usual = statistics.median(known) if len(known) >= _LEAST_LOSSES else math.inf
+            spread = statistics.median(abs(one - usual) for one in known) if known else math.inf
+            if loss > usual + _SPIKE * spread:
+                text = f"update {first_update + number + 1}: the loss jumped to {loss:.4g}; it was {usual:.4g} in the last {len(known)}"
+                self.listener.notice(text)
+                self.phases[-1].notes.append(text)
+            if math.isfinite(loss):
+                self._recent.append(loss)
 
     def add_evaluation(self, update: int, loss: float) -> None:
         """Record a validation loss."""

@@ -107,6 +107,13 @@ class Recovery:
         self.record.listener.notice(text)
         return source.update
 
+    def rewind(self, *, update: int) -> int:
+        """Take the run, which nothing has struck, back to the newest whole state; return its update."""
+        source, _ = self._restore(None, update)
+        self.copies.drop_after(source.update)
+        self.record.rewind(source.update)
+        return source.update
+
     def _count(self, error: RunError, update: int) -> None:
         self.num_failures += 1
         self._failed_after = max(self._failed_after, update)
@@ -119,7 +126,7 @@ class Recovery:
             self._raised.add(place)
         self.record.listener.notice(f"failure {self.num_failures} of at most {self.config.max_failures} in a row: {error}")
 
-    def _restore(self, error: RunError, update: int) -> tuple[Source, str]:
+    def _restore(self, error: RunError | None, update: int) -> tuple[Source, str]:
         actors = self.coordinator.actors
         suspects = [number for number, member in enumerate(actors.launched) if getattr(error, "device", "") == member.slot.name]
         silent = actors.rest(suspects)
@@ -150,7 +157,7 @@ class Recovery:
         self.coordinator.replace(spare)
         return f" with new actors on {', '.join(slot.name for slot in spare.values())}"
 
-    def _loses_link(self, error: RunError) -> bool:
+    def _loses_link(self, error: RunError | None) -> bool:
         """Return whether two nodes have lost each other for the second time since the run got on; later plans do without their link."""
         if not isinstance(error, TransportError):
             return False

@@ -1,0 +1,90 @@
+"""Updates whose loss or gradient is infinite or no number: noticed behind their window, and left out when it is done again."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+from raypipe.actors.execution.report import mean_losses, norms_of
+from raypipe.cluster.window import WindowResult
+from raypipe.config import OnNonFinite
+from raypipe.errors import NonFiniteError
+from raypipe.schedules.ir import Schedule
+from raypipe.units import counted
+
+_MOST_IN_A_ROW = 3
+_MOST_NAMED = 3
+
+
+class NonFiniteUpdates:
+    """The updates of a run that change no weight.
+
+    All stages leave out the same ones, under every schedule: which they are is decided behind a window, which then runs again.
+    """
+
+    def __init__(self, policy: OnNonFinite, *, can_repeat: bool, notice: Callable[[str], None]) -> None:
+        self._policy, self._can_repeat, self._notice = policy, can_repeat, notice
+        self._skipped: set[int] = set()
+        self._is_told = False
+
+    def skipped(self, first_update: int, num_updates: int) -> frozenset[int]:
+        """Return the left out updates of a window, by their numbers in it."""
+        return frozenset(update - first_update for update in self._skipped if 0 <= update - first_update < num_updates)
+
+    def must_repeat(
+        self, result: WindowResult, schedule: Schedule, *, first_update: int, layers: Callable[[], Sequence[tuple[int, str]]]
+    ) -> bool:
+        """Return whether a window must run again without the first update that went bad.
+
+        `layers` returns stage and name of each layer whose weights are not finite any more.
+
+        Raises:
+            NonFiniteError: The run is to stop.
+        """
+        skipped = self.skipped(first_update, result.num_updates)
+        found = first_bad(result, schedule, without=skipped)
+        if found is None:
+            return False
+        number, problem = found
+        update = first_update + number
+        what = f"update {update + 1}: {problem}{_layers_text(layers())}"
+        if self._policy is OnNonFinite.CONTINUE:
+            if not self._is_told:
+                self._notice(f"{what}; run.on_nonfinite is continue, so that the run goes on with it")
+            self._is_told = True
+            return False
+        if not self._can_repeat:
+            raise NonFiniteError(f"{what}; it can only be skipped where failure.max_failures lets the run keep copies of its state")
+        self._skipped.add(update)
+        if self._policy is OnNonFinite.STOP and all(before in self._skipped for before in range(update - _MOST_IN_A_ROW + 1, update + 1)):
+            raise NonFiniteError(
+                f"{what}; so were the {_MOST_IN_A_ROW - 1} updates before. Checkpoints from before stay: resume with a lower "
+                "optimizer.learning_rate or other data, or set run.on_nonfinite to skip"
+            )
+        self._notice(f"{what}; the window runs again without this update")
+        return True
+
+
+def first_bad(result: WindowResult, schedule: Schedule, *, without: frozenset[int]) -> tuple[int, str] | None:
+    """Return the first update of a window whose loss or gradient norm is not finite, and what is wrong with it."""
+    count = schedule.num_microbatches
+    losses = mean_losses(result.reports, num_microbatches=count)
+    norms = norms_of(result.reports, scope=schedule.update_scope)
+    for update, loss in enumerate(losses):
+        if update in without:
+            continue
+        if not math.isfinite(loss):
+            of_update = ((index, one) for report in result.reports for index, one in report.losses.items() if index // count == update)
+            microbatch = min((index % count for index, one in of_update if not math.isfinite(one)), default=0)
+            return update, f"the loss of microbatch {microbatch} is {loss}"
+        if not math.isfinite(norms.get(update, 0.0)):
+            return update, f"the norm of the gradient is {norms[update]}"
+    return None
+
+
+def _layers_text(layers: Sequence[tuple[int, str]]) -> str:
+    if not layers:
+        return ""
+    named = ", ".join(f"{name} (stage {stage})" for stage, name in layers[:_MOST_NAMED])
+    more = f" and {counted(len(layers) - _MOST_NAMED, 'more')}" if len(layers) > _MOST_NAMED else ""
+    return f"; afterwards weights are not finite in {named}{more}"
