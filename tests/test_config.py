@@ -12,6 +12,7 @@ from raypipe.config import (
     ClusterConfig,
     CommunicationConfig,
     DataConfig,
+    FailureConfig,
     ModelConfig,
     OptimizerConfig,
     OptimizerName,
@@ -60,6 +61,7 @@ def test_the_trainer_of_a_configuration_leaves_nothing_out() -> None:
         run=RunConfig(num_updates=7),
         adaptation=AdaptationConfig(enabled=True),
         communication=CommunicationConfig(exact=False),
+        failure=FailureConfig(max_failures=1),
     )
     default = TrainConfig(model=ModelConfig(function="a:b"), data=DataConfig(path=""))
     different = {part.name: getattr(config, part.name) != getattr(default, part.name) for part in fields(TrainConfig)}

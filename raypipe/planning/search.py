@@ -227,7 +227,8 @@ class LayoutSearch:
         if seconds is None:
             seconds = self.estimate_s
         else:
-            slack *= seconds(pool[0].layout) / pool[0].update_s
+            best_s = pool[0].update_s
+            slack *= seconds(pool[0].layout) / best_s if best_s else 1.0
         for _ in range(20 * num_simulations):
             if num_simulations <= 0:
                 break

@@ -129,7 +129,10 @@ def test_the_parts_of_a_plan_sum_to_its_update_and_say_where_a_rival_lost() -> N
     assert plan.predicted is not None
     ranked = rivals.by_rank()
     assert len(ranked) > 3
-    assert ranked[0][1].update_s == pytest.approx(plan.predicted.update_s)
+    (chosen_one,) = (evaluation for kind, evaluation in ranked if kind.schedule == plan.schedule.name and kind.form == "data-parallel")
+    assert chosen_one.update_s == pytest.approx(plan.predicted.update_s)
+    # Orders of which less is certain are not chosen for a small gain.
+    assert plan.predicted.update_s <= 1.05 * ranked[0][1].update_s
     assert len({kind for kind, _ in ranked}) == len(ranked)
     chosen = parts_s(simulate(plan), plan.predicted.update_s)
     assert sum(chosen.values()) == pytest.approx(plan.predicted.update_s)

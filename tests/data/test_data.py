@@ -454,7 +454,7 @@ class TestTokenizer:
         (tmp_path / "broken.json").write_text("{}")
         with pytest.raises(FormatError, match=r"broken.json.*no tokenizer.json"):
             FileTokenizer(tmp_path / "broken.json")
-        with pytest.raises(FormatError, match="cannot be read"):
+        with pytest.raises(FormatError, match="there is no such file"):
             FileTokenizer(tmp_path / "none.json")
         with pytest.raises(ConfigError, match=r"no token '<stob>'.*did you mean '<stop>'"):
             FileTokenizer(word_tokenizer, separator="<stob>")

@@ -334,8 +334,8 @@ class TestClip:
             ({"image_width": 100}, "head_size must divide the width: 100 is no multiple of 32"),
             ({"patch_size": 5}, "patch_size must divide image_size: 32 is no multiple of 5"),
             ({"span": 3}, "span must divide sequence_length and width: 80 or 64 is no multiple of 3"),
-            ({"num_text_layers": 0}, "num_text_layers must be at least 1, not 0"),
-            ({"num_channels": 0}, "num_channels must be at least 1, not 0"),
+            ({"num_text_layers": 0}, "num_text_layers must be at least 1 and at most .*, not 0"),
+            ({"num_channels": 0}, "num_channels must be at least 1 and at most .*, not 0"),
         ],
     )
     def test_arguments_that_do_not_fit_are_refused(self, options: dict[str, int], problem: str) -> None:
@@ -399,8 +399,8 @@ class TestVqa:
         ("options", "problem"),
         [
             ({"width": 100}, "head_size must divide the width: 100 is no multiple of 32"),
-            ({"num_co_layers": 0}, "num_co_layers must be at least 1, not 0"),
-            ({"num_answers": 0}, "num_answers must be at least 1, not 0"),
+            ({"num_co_layers": 0}, "num_co_layers must be at least 1 and at most .*, not 0"),
+            ({"num_answers": 0}, "num_answers must be at least 1 and at most .*, not 0"),
         ],
     )
     def test_arguments_that_do_not_fit_are_refused(self, options: dict[str, int], problem: str) -> None:

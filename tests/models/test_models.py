@@ -189,7 +189,7 @@ class TestGpt:
     def test_arguments_that_do_not_fit_are_refused(self) -> None:
         with pytest.raises(ConfigError, match="num_heads must divide d_model: 256 is no multiple of 3"):
             gpt(num_heads=3)
-        with pytest.raises(ConfigError, match="num_layers must be at least 1, not 0"):
+        with pytest.raises(ConfigError, match=r"num_layers must be at least 1 and at most .*, not 0"):
             gpt(num_layers=0)
         with pytest.raises(ConfigError, match="dropout must be at least 0 and less than 1, not 1"):
             gpt(dropout=1.0)
@@ -320,7 +320,7 @@ class TestMlp:
         assert forward(model, build(model), {"inputs": torch.randn(2, 4)}).shape == (2, 4)
 
     def test_sizes_below_one_are_refused(self) -> None:
-        with pytest.raises(ConfigError, match="width must be at least 1, not 0"):
+        with pytest.raises(ConfigError, match=r"width must be at least 1 and at most .*, not 0"):
             mlp(width=0)
 
 
@@ -349,7 +349,7 @@ class TestTwoTowers:
             assert all(parameter.grad is not None and parameter.grad.count_nonzero() for parameter in module.parameters()), name
 
     def test_a_tower_without_layers_is_refused(self) -> None:
-        with pytest.raises(ConfigError, match="num_right_layers must be at least 1, not 0"):
+        with pytest.raises(ConfigError, match=r"num_right_layers must be at least 1 and at most .*, not 0"):
             two_towers(num_right_layers=0)
 
 

@@ -159,7 +159,8 @@ def test_no_replicas_take_the_loss_after_a_start_with_a_plan_that_did_not_know(c
     strategy = AdaptiveStrategy(run, model, window_sizes={1}, start=start, can_divide=False)
     slot = SimpleNamespace(node=SimpleNamespace(address="10.0.0.1"))
     links = SimpleNamespace(seed=lambda *_: None)
-    coordinator = cast("Coordinator", SimpleNamespace(links=links, slots=[slot] * NUM_DEVICES))
+    actors = SimpleNamespace(launched=[SimpleNamespace(slot=slot)] * NUM_DEVICES)
+    coordinator = cast("Coordinator", SimpleNamespace(links=links, actors=actors))
     strategy.prepare(coordinator, name="test", measure=lambda _: unaware(model), notice=lambda _: None)
     assert (len(strategy.policy.choose().layout.workers[-1]) == 1) == couples
 
