@@ -293,8 +293,8 @@ class Sum:
         given = tensor.detach() if tensor.numel() else library.empty((1,), torch.float32).zero_()
         self._summed = (given if gathers else given.to(summing_dtype(given.dtype))).contiguous()
         library.follow(group.stream)
-        starts = [0, *(end for end, _ in segments[:-1])]
-        parts = [(self._summed[start:end], owner) for start, (end, owner) in zip(starts, segments, strict=True) if end > start]
+        starts = [0, *(end for end, _ in segments)]
+        parts = [(self._summed[start:end], owner) for start, (end, owner) in zip(starts, segments, strict=False) if end > start]
         if gathers:
             group.communicator.from_owners([(part, owner) for part, owner in parts if owner is not None], group.stream)
         elif parts:

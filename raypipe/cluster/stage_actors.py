@@ -263,7 +263,7 @@ class StageActors(ActorGroup):
 
     def _lost_layers(self, task: str) -> list[Failure]:
         problem = "its process died, or does not answer, and others are to take over the layers that it held"
-        slots = [self.launched[number].slot for number in self.dead(self.leaving, timeout_s=1.0)]
+        slots = [self.launched[number].slot for number in self.dead(self.leaving - self.gone, timeout_s=1.0)]
         errors = [StageFailedError(slot.name, "none", slot.node.address, task, problem, self.death_remedy) for slot in slots]
         return [Failure(error, is_death=True) for error in errors]
 

@@ -39,7 +39,8 @@ class StateCopies:
 
     def take(self, update: int) -> bool:
         """Copy the state behind an update, unless the last copies are still on their way or would take too much of the run's time."""
-        if self._is_fetching() or time.monotonic() - self._taken_at_s < self._took_s / self._share:
+        is_early = self._share < 1 and time.monotonic() - self._taken_at_s < self._took_s / self._share
+        if self._is_fetching() or is_early:
             return False
         since_s = time.monotonic()
         parts = all_parts(self._actors)

@@ -14,7 +14,7 @@ from raypipe.actors.orders import Status
 from raypipe.cluster.stage_actors import CONTROL
 from raypipe.errors import InputError, UnknownNameError
 
-_NAME = re.compile(r"(?P<run>.+?): (?:stage [0-9,]+ on )?device (?P<device>.+)", re.DOTALL)
+_NAME = re.compile(r"(?P<run>.+?): (?:stage [0-9,]+ on )?device (?P<device>.+?)(?: \(start [0-9]+\))?", re.DOTALL)
 _BEGAN = re.compile(r"-[0-9a-f]{11,}$")
 _ANSWER_S = 2.0
 

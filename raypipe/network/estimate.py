@@ -247,8 +247,11 @@ class NetworkEstimate:
         """Return the topology with the current figures of each observed link between whole nodes; `names` maps nodes to its names."""
         by_pair, node_of = _between_nodes(topology), _nodes_of(topology)
         seen: dict[NodePair, Link] = {}
+        known = {node.name for node in topology.nodes}
         for (a, b), estimate in self.links.items():
             pair = (_called(a, names), _called(b, names))
+            if not known.issuperset(pair):
+                continue  # a node that the plan no longer uses
             before = by_pair.get(pair, topology.default_link)
             bandwidth = estimate.bandwidth_bytes_per_s
             if bandwidth is not None and (before is not None or pair not in by_pair):

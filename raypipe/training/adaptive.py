@@ -200,6 +200,10 @@ class AdaptiveStrategy(Strategy):
         names = self.policy.planner.problem.names
         return [self._launched.index(names[device]) for group in choice.layout.workers for device in group]
 
+    def begin_anew(self) -> None:
+        """Leave out the next window, in which connections and memory are set up."""
+        self._warming_up = True
+
     def leave_out(self, slots: Sequence[int]) -> list[str]:
         """Plan without unused slots; return the names of their devices."""
         names = [self._launched[slot] for slot in slots]
@@ -354,10 +358,12 @@ class Adaptation:
         strategy = self.strategy
         before, since = strategy.plan, time.perf_counter()
         strategy.adopt(decision.choice)
+        # Before the move, which may fail: a recovery builds what has been adopted.
+        strategy.policy.adopt(decision.choice)
+        self.record.switch(before, strategy, update=update, reason=decision.text)
         order, programs = self.build_order(), strategy.programs()
         self.coordinator.move(strategy.devices, strategy.stages, order=order, programs=programs, patterns=self.sums.begin(programs))
         strategy.policy.adopt(decision.choice, took_s=time.perf_counter() - since)
-        self.record.switch(before, strategy, update=update, reason=decision.text)
 
     def _notice(self, update: int, text: str) -> None:
         self.record.listener.notice(f"update {update}: {text}")

@@ -45,8 +45,8 @@ class _Writing:
     def is_done(self) -> bool:
         return not self._thread.is_alive()
 
-    def wait(self) -> None:
-        self._thread.join()
+    def wait(self, timeout_s: float | None = None) -> None:
+        self._thread.join(timeout_s)
 
     def _finish(self) -> None:
         try:
@@ -145,6 +145,15 @@ class Checkpoints:
         except (OSError, RunError, RayError) as error:
             self._notice(_not_saved(update, error))
 
+    def usable(self) -> list[Checkpoint]:
+        """Return the finished checkpoints that can be read."""
+        self.poll()
+        found: list[Checkpoint] = []
+        for folder in finished_folders(self._folder.storage):
+            with contextlib.suppress(FormatError):
+                found.append(Checkpoint.open(folder))
+        return found
+
     def poll(self) -> None:
         """Tell of a checkpoint that has been written since."""
         if self._writing is not None and self._writing.is_done:
@@ -155,6 +164,12 @@ class Checkpoints:
         if self._writing is not None:
             self._writing.wait()
             self._settle(self._writing)
+
+    def give_time(self, seconds: float) -> None:
+        """Wait a while for a checkpoint that is being written, before a run that failed ends its actors."""
+        if self._writing is not None:
+            self._writing.wait(seconds)
+            self.poll()
 
     def finish(self, update: int) -> Checkpoint:
         """Wait for the checkpoint of the last update, and return it.

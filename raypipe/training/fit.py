@@ -23,7 +23,7 @@ from raypipe.cluster.signals import JOB_WAIT, StopRequest
 from raypipe.cluster.state_copies import StateCopies
 from raypipe.cluster.window import WindowResult
 from raypipe.config import AUTO, OptimizerName, TrainConfig
-from raypipe.errors import NonFiniteError, RunError, RunTakenOverError
+from raypipe.errors import NonFiniteError, RaypipeError, RunError, RunTakenOverError
 from raypipe.model import Model
 from raypipe.profiling.profiler import model_profile
 from raypipe.schedules.families import branch_aware
@@ -183,7 +183,11 @@ class Fit:
         with actors as self.coordinator, self._told_if_interrupted():
             self.record.start_metrics(self.coordinator.run)
             self._prepare()
-            checkpoint = self._train()
+            try:
+                checkpoint = self._train()
+            except RaypipeError:
+                self.checkpoints.give_time(config.run.grace_s)
+                raise
             sample = self._sample()
         self.listener.notice("writing the report")
         figures = write_report(self.folder, self.record.phases)
@@ -252,7 +256,7 @@ class Fit:
             strategy,
             StateCopies(coordinator.actors, share=self.config.failure.copy_share),
             build_order=self._build_order,
-            checkpoint=lambda: self.checkpoints.newest,
+            checkpoints=self.checkpoints.usable,
             adopt=self._adopt,
         )
         self._begin_adaptation()
@@ -267,7 +271,12 @@ class Fit:
         self.listener.notice(f"update {update}: {reason}")
         self.sums.strategy = self.recovery.strategy = strategy
         self.record.switch(before, strategy, update=update, reason=reason)
+        self._warm_up()
         self._begin_adaptation()
+
+    def _warm_up(self) -> None:
+        if isinstance(self.strategy, AdaptiveStrategy):
+            self.strategy.begin_anew()
 
     def _describe(self, num_parameters: int) -> None:
         strategy, notice = self.strategy, self.listener.notice
@@ -354,6 +363,7 @@ class Fit:
                 except RunError as error:
                     self.faults = self.faults.after(self.coordinator.num_windows(f"train-{_window_size(self.config, done)}"))
                     done, result = self.recovery.recover(error, update=done), None
+                    self._warm_up()
                     self.num_done = done
             if done == 0:
                 raise KeyboardInterrupt

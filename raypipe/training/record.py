@@ -7,7 +7,8 @@ import math
 import statistics
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 from raypipe.actors.execution.report import mean_losses, norms_of
 from raypipe.actors.measure.metrics import RunCounter, RunGauge, RunMetrics
@@ -97,6 +98,7 @@ class RunRecord:
         self.validation_losses: list[tuple[int, float]] = []
         self.figures: dict[str, float] = {}
         self.phases: list[Phase] = []
+        self._unwritten: deque[Callable[[], object]] = deque()
         self.recoveries: list[RecoveredFailure] = []
         self._first_update = first_update
         self._metrics: RunMetrics
@@ -110,17 +112,29 @@ class RunRecord:
     def begin_phase(self, strategy: Strategy, reason: str = "") -> None:
         """Write the plan that runs from now on."""
         self.phases.append(Phase(predicted=strategy.predicted, reason=reason))
-        strategy.plan.save(self.folder.file("plan.json"))
+        self._write(partial(strategy.plan.save, self.folder.file("plan.json")))
         self._metrics.set(RunGauge.PIPELINES, len(strategy.schedule.pipelines))
         assert strategy.plan.predicted is not None, "a strategy predicts its plan"
         self._metrics.set(RunGauge.PREDICTED_UPDATE_SECONDS, strategy.plan.predicted.update_s)
 
     def switch(self, before: Plan, strategy: Strategy, *, update: int, reason: str) -> None:
         """Write what ran until an update, and the plan that runs from now on."""
-        before.save(self.folder.file(f"plan-until-update-{update:06d}.json"))
-        self.phases[-1].save(self.folder, until=update)
+        self._write(partial(before.save, self.folder.file(f"plan-until-update-{update:06d}.json")))
+        self._write(partial(self.phases[-1].save, self.folder, until=update))
         self.begin_phase(strategy, f"update {update}: {reason}")
         self._metrics.count(RunCounter.SWITCHES)
+
+    def _write(self, write: Callable[[], object]) -> None:
+        """Write something into the folder, or keep it until the disk has room again."""
+        self._unwritten.append(write)
+        while self._unwritten:
+            try:
+                self._unwritten[0]()
+            except OSError as error:
+                if len(self._unwritten) == 1:
+                    self.listener.notice(f"{self.folder.name}: the records of the run cannot be written now, and are kept: {error}")
+                return
+            self._unwritten.popleft()
 
     def add_pattern_decision(self, update: int, decision: PatternDecision) -> None:
         """Record a decision on the pattern of a sum."""
@@ -133,7 +147,7 @@ class RunRecord:
             "gain": decision.gain,
             "text": decision.text,
         }
-        self.folder.add_decision(line)
+        self._write(partial(self.folder.add_decision, line))
         if decision.changes:
             self._metrics.count(RunCounter.PATTERN_CHANGES)
             self.phases[-1].notes.append(f"update {update}: {decision.text}")
@@ -156,13 +170,14 @@ class RunRecord:
         self._metrics.count(RunCounter.UPDATES, result.num_updates)
         self._metrics.count(RunCounter.TOKENS, tokens * result.num_updates)
         for number, loss in enumerate(losses):
-            self.folder.add_metrics({
+            line = {
                 "update": first_update + number + 1,
                 "loss": loss,
                 "grad_norm": norms.get(number),
                 "learning_rate": config.optimizer.rate(first_update + number, num_updates=config.run.num_updates),
                 **speed,
-            })
+            }
+            self._write(partial(self.folder.add_metrics, line))
 
     def _notice_spikes(self, losses: list[float], first_update: int) -> None:
         for number, loss in enumerate(losses):
@@ -180,7 +195,7 @@ class RunRecord:
         """Record a validation loss."""
         self.validation_losses.append((update, loss))
         self.figures["validation_loss"] = loss
-        self.folder.add_metrics({"update": update, "validation_loss": loss})
+        self._write(partial(self.folder.add_metrics, {"update": update, "validation_loss": loss}))
 
     def losses_at(self, update: int) -> dict[str, float]:
         """Return the training loss of the last update, and the validation loss if the weights after this update were evaluated."""
@@ -191,13 +206,13 @@ class RunRecord:
 
     def rewind(self, update: int) -> None:
         """Forget the losses after an update, from which the run goes on once more; it also evaluates once more."""
-        self.folder.rewind_metrics(update)
+        self._write(partial(self.folder.rewind_metrics, update))
         del self.losses[update - self._first_update :]
         self.validation_losses = [(at, loss) for at, loss in self.validation_losses if at < update]
 
     def add_recovery(self, recovery: RecoveredFailure) -> None:
         """Record a failure that the run has recovered from."""
-        self.folder.add_failure(dataclasses.asdict(recovery))
+        self._write(partial(self.folder.add_failure, dataclasses.asdict(recovery)))
         self.phases[-1].notes.append(f"update {recovery.update}: {recovery.text}")
         self.recoveries.append(recovery)
         self._metrics.count(RunCounter.RECOVERIES)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from raypipe.actors.orders import BuildOrder
@@ -17,7 +17,7 @@ from raypipe.cluster.slots import resources_per_device
 from raypipe.cluster.state_copies import StateCopies
 from raypipe.cluster.states import States
 from raypipe.config import FailureConfig
-from raypipe.errors import PlanError, RunError, StageRaisedError, StateLostError, TransportError
+from raypipe.errors import FormatError, PlanError, RunError, StageRaisedError, StateLostError, TransportError
 from raypipe.training.adaptive import AdaptiveStrategy
 from raypipe.training.record import RunRecord
 from raypipe.training.result import RecoveredFailure
@@ -26,6 +26,7 @@ from raypipe.training.sums import SumAdaptation
 
 _LOG = logging.getLogger("raypipe.training.recovery")
 _MOST_TRIES = 6  # of one recovery: another device may be lost meanwhile
+_AVOID_S = 600.0  # for a node on which an actor did not start
 _LOOK_S = 5.0  # between two looks for devices that have come back
 
 
@@ -56,13 +57,14 @@ class Recovery:
     strategy: Strategy
     copies: StateCopies
     build_order: Callable[[], BuildOrder]
-    checkpoint: Callable[[], Checkpoint | None]
+    checkpoints: Callable[[], Sequence[Checkpoint]]
     adopt: Callable[[Strategy, int, str], None]
     num_failures: int = 0
     _failed_after: int = -1  # the most updates that were done when something failed
     _raised: set[tuple[str, str, int]] = field(default_factory=set)
     _doubted_links: set[frozenset[str]] = field(default_factory=set)  # nodes that lost each other once
     _cut_links: list[frozenset[str]] = field(default_factory=list)
+    _unusable: dict[str, float] = field(default_factory=dict)  # nodes on which actors did not start, and when
     _looked_at_s: float = -math.inf
 
     def __post_init__(self) -> None:
@@ -131,16 +133,18 @@ class Recovery:
         suspects = [number for number, member in enumerate(actors.launched) if getattr(error, "device", "") == member.slot.name]
         silent = actors.rest(suspects)
         changes = self._replace(silent)
-        if self._loses_link(error) or actors.gone.intersection(self.strategy.devices):
+        if actors.gone.intersection(self.strategy.devices):
             self._plan_anew(update)
+        elif self._loses_link(error):
+            self._do_without_link(update)
         for source in self._sources():
             _LOG.info("restoring update %d from %s", source.update, source.text)
             actors.assign(self.strategy.devices, self.strategy.stages)
             programs = self.strategy.programs()
             try:
                 self.coordinator.restore(source.states, order=self.build_order(), programs=programs, patterns=self.sums.begin(programs))
-            except StateLostError as loss:
-                _LOG.warning("%s cannot be used: %s", source.text, loss)
+            except (StateLostError, FormatError) as loss:
+                self.record.listener.notice(f"{source.text} cannot be used: {loss}")
                 actors.rest([])
                 continue
             return source, changes
@@ -151,10 +155,15 @@ class Recovery:
         slots = [member.slot for member in actors.launched]
         # Ray takes a node that is cut off for alive until it has missed some of its reports.
         lost_nodes = end_processes([(slots[number].node.node_id, actors.launched_infos[number].pid) for number in silent])
+        lost_nodes |= {node_id for node_id, since_s in self._unusable.items() if time.monotonic() - since_s < _AVOID_S}
         spare = spare_slots(slots, sorted(actors.gone), resources_per_device(actors.scaling), without=lost_nodes)
         if not spare:
             return ""
-        self.coordinator.replace(spare)
+        try:
+            self.coordinator.replace(spare)
+        except RunError:
+            self._unusable |= {slot.node.node_id: time.monotonic() for slot in spare.values()}
+            raise
         return f" with new actors on {', '.join(slot.name for slot in spare.values())}"
 
     def _loses_link(self, error: RunError | None) -> bool:
@@ -171,20 +180,26 @@ class Recovery:
         self._cut_links.append(nodes)
         return True
 
+    def _do_without_link(self, update: int) -> None:
+        try:
+            self._plan_anew(update)
+        except PlanError as problem:
+            self._doubted_links.discard(self._cut_links.pop())
+            self.record.listener.notice(f"no plan does without the lost link ({problem}): trying again with it")
+
     def _plan_anew(self, update: int) -> None:
         """Choose a plan for the devices and links that are left."""
-        coordinator, before = self.coordinator, self.strategy
-        topology, gone = before.plan.topology, coordinator.actors.gone
+        coordinator, before, whole = self.coordinator, self.strategy, self._first
+        topology, gone = whole.plan.topology, coordinator.actors.gone
         for nodes in self._cut_links:
             there = [number for number, member in enumerate(coordinator.actors.launched) if member.slot.node.node_id in nodes]
-            names = {topology.node_of(before.launched[number]).name for number in there}
+            names = {topology.node_of(whole.launched[number]).name for number in there}
             if len(names) == 2:
                 topology = topology.without_link(*sorted(names))
-        config = before.config
-        strategy = AdaptiveStrategy(config, before.model, window_sizes=before.schedules, start=before, can_divide=False)
+        strategy = AdaptiveStrategy(before.config, before.model, window_sizes=before.schedules, start=whole, can_divide=False)
         strategy.prepare_without(coordinator, topology, lost=gone, notice=self.record.listener.notice)
-        left = len(before.launched) - len(gone)
-        self.adopt(strategy, update, f"{left} of {len(before.launched)} devices are left" if gone else "a link is lost")
+        left = len(whole.launched) - len(gone)
+        self.adopt(strategy, update, f"{left} of {len(whole.launched)} devices are left" if gone else "a link is lost")
 
     # Devices that come back
 
@@ -207,10 +222,11 @@ class Recovery:
         self.record.listener.notice(f"update {update}: going on{changes}")
 
     def _sources(self) -> Iterator[Source]:
-        for copy in self.copies.candidates():
-            yield Source(copy.update, copy.states, "the copies in memory")
-        if (checkpoint := self.checkpoint()) is not None:
-            yield Source(checkpoint.index.update, checkpoint.folder, f"the checkpoint {checkpoint.path}")
+        """Yield the states to go on from, the newest first; of the same update that in memory."""
+        found = [Source(copy.update, copy.states, "the copies in memory") for copy in self.copies.candidates()]
+        for checkpoint in self.checkpoints():
+            found.append(Source(checkpoint.index.update, checkpoint.folder, f"the checkpoint {checkpoint.path}"))
+        yield from sorted(found, key=lambda source: source.update, reverse=True)
         yield Source(0, None, "the beginning")
 
 

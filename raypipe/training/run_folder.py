@@ -209,8 +209,16 @@ class RunFolder:
         self._append("adaptation.jsonl", line)
 
     def _append(self, name: str, line: dict[str, Any]) -> None:
-        with self.file(name).open("a", encoding="utf-8") as file:
-            file.write(json.dumps(without_nan(line)) + "\n")
+        with self.file(name).open("ab") as file:
+            end = file.tell()
+            try:
+                file.write(f"{json.dumps(without_nan(line))}\n".encode())
+                file.flush()
+            except OSError:
+                # A full disk may have taken a part.
+                with contextlib.suppress(OSError):
+                    file.truncate(end)
+                raise
 
     def add_failure(self, line: dict[str, Any]) -> None:
         """Append a line to `failures.jsonl`."""

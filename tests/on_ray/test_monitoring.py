@@ -123,7 +123,7 @@ class Watcher:
         from raypipe.cluster.watching import RunWatch  # loads Ray
 
         watch = RunWatch("test")
-        assert watch.run == RunWatch(None).run == RunWatch(watch.run).run
+        assert watch.run == RunWatch(watch.run).run
         with pytest.raises(UnknownNameError):
             RunWatch("tes")
         devices = watch.look()
