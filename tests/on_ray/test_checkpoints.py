@@ -11,7 +11,7 @@ import pytest
 from raypipe.actors.execution.faults import FaultKind, FaultScript
 from raypipe.actors.stage.checkpoint import Checkpoint
 from raypipe.artifacts.trace import Trace
-from raypipe.config import CheckpointMetric, FailureConfig, OptimizerConfig, RunConfig, ScalingConfig, ScheduleConfig
+from raypipe.config import CheckpointMetric, FailureConfig, OnNonFinite, OptimizerConfig, RunConfig, ScalingConfig, ScheduleConfig
 from raypipe.errors import RunError, StageFailedError
 from raypipe.training.result import Progress
 from raypipe.training.trainer import Trainer
@@ -58,7 +58,12 @@ def trainer(storage: Path | str, *, num_updates: int, rate: float = 0.01, faults
         optimizer_config=OptimizerConfig(learning_rate=rate, final_learning_rate=rate, warmup_updates=0),
         scaling_config=ScalingConfig(num_devices=2, layers_per_stage=(2, 2)),
         run_config=RunConfig(
-            name="run", storage_path=str(storage), num_updates=num_updates, checkpoint_every=3, keep_best_by=CheckpointMetric.LOSS
+            name="run",
+            on_nonfinite=OnNonFinite.CONTINUE,
+            storage_path=str(storage),
+            num_updates=num_updates,
+            checkpoint_every=3,
+            keep_best_by=CheckpointMetric.LOSS,
         ),
         failure_config=FailureConfig(max_failures=0),
         faults=faults,
