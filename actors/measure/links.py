@@ -46,8 +46,10 @@ class Links:
 
     def _connect(self, connection: FlowConnection, host_ip: str) -> None:
         ends = (connection.source, connection.target)
-        if ends in self._transports:
-            return
+        if (before := self._transports.get(ends)) is not None:
+            if before.prefix == connection.prefix:
+                return
+            before.close()  # the other end has not come, and tries again
         channels = ((SOURCE, TARGET), (TARGET, SOURCE))
         transport = ProcessTransport(
             SOURCE if self.device == connection.source else TARGET,

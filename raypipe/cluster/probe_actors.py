@@ -117,9 +117,16 @@ class ProbeActors(ActorGroup):
         return readings
 
     def unreachable(self, pairs: Collection[Pair]) -> set[Pair]:
-        """Connect these pairs of nodes both ways, all at the same time; return those, lower number first, that do not reach each other."""
+        """Connect these pairs of nodes both ways, all at the same time; return those, lower number first, that do not reach each other.
+
+        What fails is tried once more: a busy node may have been late.
+        """
+        missing = self._unreached(pairs, attempt=1)
+        return self._unreached(missing, attempt=2) if missing else missing
+
+    def _unreached(self, pairs: Collection[Pair], *, attempt: int) -> set[Pair]:
         nodes_of = {tuple(map(self.node_of.index, ends)): pair for pair in pairs for ends in (pair, pair[::-1])}
-        connections = self._connections([(source, target) for source, target in nodes_of])
+        connections = self._connections([(source, target) for source, target in nodes_of], attempt=attempt)
         found = self.ask(
             "connecting",
             lambda device, actor: actor.reach.remote(connections[device], host_ip=self.infos[device].ip),
@@ -130,11 +137,11 @@ class ProbeActors(ActorGroup):
         self._connected.update((source, target) for (source, target), pair in nodes_of.items() if pair not in missing)
         return missing
 
-    def _connections(self, pairs: Collection[Pair]) -> dict[int, list[FlowConnection]]:
+    def _connections(self, pairs: Collection[Pair], *, attempt: int = 1) -> dict[int, list[FlowConnection]]:
         # Of each device.
         connections: dict[int, list[FlowConnection]] = {}
         for pair in pairs:
-            connection = self._connection(*pair)
+            connection = self._connection(*pair, attempt=attempt)
             for device in pair:
                 connections.setdefault(device, []).append(connection)
         return connections
@@ -156,7 +163,7 @@ class ProbeActors(ActorGroup):
             ) from error
         self._connected.update(fresh)
 
-    def _connection(self, source: int, target: int) -> FlowConnection:
+    def _connection(self, source: int, target: int, *, attempt: int) -> FlowConnection:
         is_local = not self.use_gpu and self.node_of[source] == self.node_of[target]
         return FlowConnection(
             source=source,
@@ -164,7 +171,7 @@ class ProbeActors(ActorGroup):
             names=(self.members[source].slot.name, self.members[target].slot.name),
             shared=is_local and self.infos[source].shares_memory and self.infos[target].shares_memory,
             store=self.store,
-            prefix=f"probe/{source}-{target}",
+            prefix=f"probe/{source}-{target}/{attempt}",
             connect_timeout_s=_CONNECT_TIMEOUT_S,
             timeout_s=_MESSAGE_TIMEOUT_S,
         )
