@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import ray
-from ray._private import utils
 from ray.exceptions import RayError
 
 from raypipe.cluster.signals import also_on_sigterm, put_off
@@ -58,7 +57,7 @@ def session(cluster: ClusterConfig, *, num_devices: int, cpus_per_device: float)
     else:
         options["address"] = address
     try:
-        with put_off(ray.shutdown), _without_rays_handler():
+        with put_off(ray.shutdown):
             context = ray.init(**options)
     except (RayError, ConnectionError, RuntimeError, TimeoutError, ValueError, OSError) as error:
         ray.shutdown()
@@ -72,17 +71,6 @@ def session(cluster: ClusterConfig, *, num_devices: int, cpus_per_device: float)
     finally:
         with put_off():
             ray.shutdown()
-
-
-@contextlib.contextmanager
-def _without_rays_handler() -> Iterator[None]:
-    # Ray ends the process by SIGTERM in the middle of its start, or waits there for nodes to drain.
-    before = utils.set_sigterm_handler
-    utils.set_sigterm_handler = lambda _: None
-    try:
-        yield
-    finally:
-        utils.set_sigterm_handler = before
 
 
 def _hide_token_notice() -> None:

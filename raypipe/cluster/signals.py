@@ -102,10 +102,18 @@ def put_off(clean_up: Callable[[], object] | None = None) -> Iterator[None]:
     def note(signum: int, frame: FrameType | None) -> None:
         came.append(signum)
 
-    before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
+    set_handler = signal.signal
+
+    def keep(number: int, handler: Any) -> Any:
+        return note if number in _NUMBERS else set_handler(number, handler)
+
+    before = {number: signal.signal(number, note) for number in _NUMBERS}
+    # Ray sets a handler of its own in the middle of its start, which ends the process there or waits for nodes to drain.
+    signal.signal = keep  # type: ignore[assignment]
     try:
         yield
     finally:
+        signal.signal = set_handler
         for number, handler in before.items():
             signal.signal(number, handler)
         if came:  # whatever else went wrong in the block
