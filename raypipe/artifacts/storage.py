@@ -48,6 +48,7 @@ class Storage:
             filesystem, path = fs.FileSystem.from_uri(name)
             if not path.strip("/"):
                 raise ValueError("it names no bucket and no folder")
+        # The last one is what pyarrow raises where it was built without the file system.
         except (OSError, ValueError, NotImplementedError) as error:
             raise ConfigError(
                 f"{key} {name!r}: pyarrow has no file system for this URI ({_first_line(error)}); "

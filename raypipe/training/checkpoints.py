@@ -16,12 +16,12 @@ from ray.exceptions import RayError, RayTaskError
 from raypipe.actors.stage.checkpoint import Checkpoint
 from raypipe.actors.stage.snapshot import write_layer
 from raypipe.actors.stage.state import unpacked
-from raypipe.artifacts.checkpoint_files import CheckpointIndex, FileSums, finished_folders, remove_checkpoint
+from raypipe.artifacts.checkpoint_files import CheckpointIndex, FileSums, finished_folders, layer_file, remove_checkpoint
 from raypipe.artifacts.storage import Storage
 from raypipe.cluster.coordinator import Coordinator
 from raypipe.cluster.state_copies import StateCopy
 from raypipe.config import RunConfig
-from raypipe.errors import FormatError, NonFiniteError, RaypipeError, RunError
+from raypipe.errors import FormatError, NonFiniteError, RaypipeError, RunError, RunTakenOverError
 from raypipe.training.run_cluster import Notice
 from raypipe.training.run_folder import RunFolder
 from raypipe.training.run_lock import RunLock
@@ -53,13 +53,17 @@ class _Writing:
             files: dict[str, FileSums] = {}
             for of_actor in ray.get(self._calls):
                 files |= of_actor
+            expected = {layer_file(number, name) for number, name in enumerate(self.index.layers)}
+            if missing := sorted(expected - files.keys()):
+                raise RunError(f"no device has written {', '.join(missing)}")
             self._lock.check()
             self.checkpoint = Checkpoint.finish(self.folder, dataclasses.replace(self.index, files=files))
         except RayTaskError as error:
             self.problem = error.cause if isinstance(error.cause, RaypipeError) else error
         except Exception as error:  # told by the thread that trains
             self.problem = error
-        if self.problem is not None:
+        # Whoever took the run over may have written the same update by now.
+        if self.problem is not None and not isinstance(self.problem, RunTakenOverError):
             with contextlib.suppress(OSError):
                 remove_checkpoint(self.folder)
         self.seconds = time.monotonic() - self._since_s
@@ -146,8 +150,13 @@ class Checkpoints:
             self._notice(_not_saved(update, error))
 
     def usable(self) -> list[Checkpoint]:
-        """Return the finished checkpoints that can be read."""
+        """Return the checkpoints that this run may go back to: its newest one and those before."""
         self.poll()
+        if self.newest is None:
+            return []
+        return [checkpoint for checkpoint in self._readable() if checkpoint.index.update <= self.newest.index.update]
+
+    def _readable(self) -> list[Checkpoint]:
         found: list[Checkpoint] = []
         for folder in finished_folders(self._folder.storage):
             with contextlib.suppress(FormatError):
@@ -209,11 +218,8 @@ class Checkpoints:
         keep, by = self._config.num_to_keep, self._config.keep_best_by
         if not keep:
             return
-        found: list[Checkpoint] = []
-        for folder in finished_folders(self._folder.storage):
-            with contextlib.suppress(FormatError):  # one that cannot be read is nobody's to count or remove
-                found.append(Checkpoint.open(folder))
-        found.sort(key=lambda checkpoint: checkpoint.index.update)
+        # Checkpoints that cannot be read are neither counted nor removed.
+        found = sorted(self._readable(), key=lambda checkpoint: checkpoint.index.update)
         kept = {checkpoint.path for checkpoint in found[-keep:]}
         if by is not None:
             scored = [checkpoint for checkpoint in found if by in checkpoint.index.metrics]
