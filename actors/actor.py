@@ -16,6 +16,7 @@ from raypipe.actors.actor_info import ActorInfo, actor_info
 from raypipe.actors.device_stages import WHOLE, DeviceStages
 from raypipe.actors.execution.batches import BatchSource
 from raypipe.actors.execution.executor import Executor, Window
+from raypipe.actors.execution.faults import CONNECT, SAVE
 from raypipe.actors.execution.report import ChunkLog, WindowReport
 from raypipe.actors.execution.steps import AwaitStep, ReceiveStep
 from raypipe.actors.measure.flows import Flow, FlowConnection, Readings
@@ -116,7 +117,9 @@ class StageActor:
         self._programs: dict[str, DeviceProgram] = {}
         self._links = Links(identity.device)
         self._metrics = StageMetrics(run=identity.run, device=identity.name, stages=identity.stage_text)
-        self._held: dict[int, tuple[PackedState, ...]] = {}
+        self._held: dict[tuple[int, int], tuple[PackedState, ...]] = {}
+        self._num_windows = 0
+        """Windows of training that have ended here or, as far as this actor knows, elsewhere."""
 
     def __repr__(self) -> str:
         return f"Stage({self.identity.stage_text})"
@@ -243,6 +246,7 @@ class StageActor:
         assert self._stages is not None, "a snapshot comes first"
         # Of the processors it takes what the stages leave; Linux has a priority for each thread.
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _WRITER_NICENESS)
+        self._strike(SAVE, self._num_windows - 1)
         return self._stages.write_snapshot(folder)
 
     def load(self, folder: Storage) -> None:
@@ -271,13 +275,14 @@ class StageActor:
         """Take over layers that `needed_layers` returned, with the states that `export_layers` yielded on one or more devices."""
         self._built("importing layers").import_layers(_merged(layers, states))
 
-    def hold(self, update: int, oldest: int, *states: PackedState) -> None:
-        """Keep the states of another node's layers behind an update, and drop those that were kept before the update `oldest`.
-
-        Answered while the other methods compute.
-        """
+    def hold(self, device: int, update: int, *states: PackedState) -> None:
+        """Keep the states of another node's device behind an update. Answered while the other methods compute."""
         # Ray keeps its copy of an object on this node for as long as a process here uses the object's memory.
-        self._held = {kept: held for kept, held in self._held.items() if kept >= oldest} | {update: states}
+        self._held[device, update] = states
+
+    def drop_held(self, before: int) -> None:
+        """Drop the states of other devices behind updates before this one. Answered while the other methods compute."""
+        self._held = {key: states for key, states in self._held.items() if key[1] >= before}
 
     def _built(self, doing: str) -> DeviceStages:
         assert self._stages is not None, "build comes first"
@@ -323,7 +328,14 @@ class StageActor:
         )
         if self._on.type != "cpu":
             self._executor.warm_up(stages.sample())
+        self._strike(CONNECT, self._num_windows)
         self._transport.connect()
+
+    def _strike(self, before: str, window: int) -> None:
+        assert self._stages is not None, "build comes first"
+        transport = self._transport
+        cut = (lambda: None) if transport is None else partial(transport.abort, "a scripted fault closed its connections")
+        self._stages.order.faults.strike(device=self.identity.device, before=before, window=window, cut=cut)
 
     def _library(self) -> cuda.Cuda | None:
         if self._on.type != "cpu" and self._cuda is None:
@@ -350,7 +362,10 @@ class StageActor:
         The `skipped` updates of the window change no weight.
         """
         assert self._stages is not None, "build comes first"
-        return self._run(name, Window(number, first_update, self._stages.rows(split), skipped=skipped))
+        report = self._run(name, Window(number, first_update, self._stages.rows(split), skipped=skipped))
+        if split == "train":
+            self._num_windows = number + 1
+        return report
 
     def run_on(self, name: str, *, number: int, batches: BatchSource, num_rows: int) -> WindowReport:
         """Run a program of forwards over the given rows, `num_rows` per microbatch; the report has the outputs."""

@@ -36,7 +36,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -49,6 +49,7 @@ from raypipe.data.prepare import prepare
 from tests.multinode.cluster import Cluster, cluster
 from tests.multinode.network import NetworkError
 
+LOSSES = {"kill", "stop", "crash"}  # of processes, which every run misses sooner or later
 KINDS = ("kill", "stop", "crash", "cut", "sever", "disk", "driver")
 NUM_NODES = 4
 NUM_UPDATES = 1_000_000  # never reached: the rate depends on it
@@ -120,8 +121,12 @@ class Run:
         """The most updates that were done."""
         return max((update for _, update, _ in self.updates), default=0)
 
-    def watch(self, *, seconds: float, until: int | None = None) -> bool:
-        """Read what the run says for so long, or until so many updates are done; return whether they are."""
+    def has_done(self, num_updates: int) -> Callable[[], bool]:
+        """Whether so many updates are done, whenever it is asked."""
+        return lambda: self.done >= num_updates
+
+    def watch(self, *, seconds: float, until: Callable[[], bool] = lambda: False) -> bool:
+        """Read what the run says for so long, or until something holds; return whether it does."""
         deadline = time.monotonic() + seconds
         while (left_s := deadline - time.monotonic()) > 0:
             try:
@@ -133,10 +138,10 @@ class Run:
                     raise SystemExit(f"the run ended by itself:\n{self.notices[-5:]}\n{self.problem}")
             elif "update" in line:
                 self.updates.append((line["at_s"], line["update"], line["update_s"]))
-                if until is not None and line["update"] >= until:
-                    return True
             else:
                 self.notices.append((line["at_s"], line["notice"]))
+            if until():
+                return True
         return False
 
     def end(self) -> None:
@@ -171,18 +176,25 @@ class Chaos:
         # The head of the cluster and the driver are on node 0.
         place = {"kill": node, "stop": node, "crash": others[0], "cut": others[0]}.get(kind)
         hit = Struck(kind, str(place if place is not None else others if kind in {"sever", "link"} else "-"))
-        before, since_s, num_said = run.done, time.time(), len(run.notices)
+        before, since_s = run.done, time.time()
+
+        def is_back() -> bool:
+            told = [at for at, text in run.notices if at > since_s and ("failure" in text or "anew" in text)]
+            hit.noticed_s = min(told, default=since_s) - since_s if told else None
+            # What had been computed before the fault does not count, nor does a process that is lost and not missed yet.
+            behind_s = since_s if hit.noticed_s is None else since_s + hit.noticed_s
+            later = [at for at, update, _ in run.updates if update > before and at > behind_s]
+            hit.lost_s = later[0] - since_s if later and not (kind in LOSSES and hit.noticed_s is None) else None
+            return hit.lost_s is not None
+
         mend = getattr(self, f"_{kind}")(place if place is not None else others)
-        goes_on = run.watch(seconds=PATIENCE_S if mend is None else (CUT_S if kind in {"cut", "sever"} else AWAY_S), until=before + 1)
+        away_s = CUT_S if kind in {"cut", "sever"} else AWAY_S
+        goes_on = run.watch(seconds=PATIENCE_S if mend is None else away_s, until=is_back)
         if mend is not None:
-            left_s = since_s + (CUT_S if kind in {"cut", "sever"} else AWAY_S) - time.time()
-            if goes_on and left_s > 0:
-                run.watch(seconds=left_s)
+            run.watch(seconds=max(since_s + away_s - time.time(), 0.0))
             mend()
-            goes_on = goes_on or run.watch(seconds=PATIENCE_S, until=before + 1)
-        hit.said = [text[:300] for _, text in run.notices[num_said:]]
-        hit.noticed_s = next((at - since_s for at, text in run.notices[num_said:] if "failure" in text or "anew" in text), None)
-        hit.lost_s = next((at - since_s for at, update, _ in run.updates if update > before), None)
+            goes_on = is_back() or run.watch(seconds=PATIENCE_S, until=is_back)
+        hit.said = [text[:300] for at, text in run.notices if at > since_s]
         self.struck.append(hit)
         print(f"{len(self.struck)}: {kind} {hit.place}: noticed {hit.noticed_s}, next update {hit.lost_s}", file=sys.stderr, flush=True)
         if not goes_on:
@@ -274,7 +286,7 @@ def run_with_faults(
         run = Run(machines, [str(storage), str(tokens), str(NUM_UPDATES), mode, str(plan)])
         run.start()
         try:
-            run.watch(seconds=PATIENCE_S, until=5)
+            run.watch(seconds=PATIENCE_S, until=run.has_done(5))
             run.watch(seconds=10.0)
             update_s = statistics.median(seconds for _, _, seconds in run.updates[1:])
             chaos = Chaos(machines, run, storage, seed=seed)
@@ -305,7 +317,7 @@ def calm_losses(folder: Path, tokens: Path, *, num_updates: int, plan: Path | No
         run = Run(machines, [str(storage), str(tokens), str(NUM_UPDATES), "recover", *([str(plan)] if plan else [])])
         run.start()
         try:
-            if not run.watch(seconds=3600.0, until=num_updates):
+            if not run.watch(seconds=3600.0, until=run.has_done(num_updates)):
                 raise SystemExit(f"the run without faults is too slow:\n{run.problem}")
         finally:
             run.end()
@@ -349,6 +361,9 @@ def main() -> None:
         })
     print_table("runs", rows)
     print_table("seconds from a fault to the next new update, in the median (and until it was noticed)", list(by_kind(document)))
+    print_table(
+        "seconds from the notice to the next new update, over those of a driver started again with `--resume auto`", list(shares(document))
+    )
     write_json(arguments.json, document)
 
 
@@ -362,6 +377,17 @@ def by_kind(document: list[dict[str, Any]]) -> Iterator[dict[str, str]]:
             noticed = [hit["noticed_s"] for hit in hits if hit["noticed_s"] is not None]
             text = f"{statistics.median(lost):.1f}" if lost else "-"
             row[figures["mode"]] = text + (f" ({statistics.median(noticed):.1f})" if noticed else "")
+        yield row
+
+
+def shares(document: list[dict[str, Any]]) -> Iterator[dict[str, str]]:
+    """One line for each way."""
+    for figures in document:
+        resumed = [hit["lost_s"] for hit in figures["struck"] if hit["kind"] == "driver" and hit["lost_s"] is not None]
+        row = {"way": figures["mode"], "started again": f"{statistics.median(resumed):.1f} s" if resumed else "-"}
+        for kind in KINDS:
+            took = [hit["lost_s"] - hit["noticed_s"] for hit in figures["struck"] if hit["kind"] == kind and hit["noticed_s"] is not None]
+            row[kind] = f"{statistics.median(took) / statistics.median(resumed):.2f}" if took and resumed else "-"
         yield row
 
 

@@ -6,7 +6,7 @@ Tensors in flight lie in dicts of `Mailbox`, `Computation` and `Updates`, by sta
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -249,7 +249,7 @@ class _WindowRun:
         run_step: dict[type[Step], Callable[[Any], None]] = {
             ComputeStep: self._compute,
             ReceiveStep: self._receive,
-            StartStep: self.updates.start,
+            StartStep: self._start,
             AwaitStep: self._await,
         }
         executor = self.executor
@@ -276,12 +276,7 @@ class _WindowRun:
         executor.doing = step.doing
         since = self.mark()
         if self.faults is not None:
-            self.faults.strike(
-                device=executor.device,
-                op=str(self.program.items[step.position]),
-                window=self.window.number,
-                first_copies={bound.op.stage for bound in step.ops} & set(self.program.primary_stages),
-            )
+            self._strike(self.program.items[step.position], {bound.op.stage for bound in step.ops} & set(self.program.primary_stages))
         for bound in step.ops:
             if bound.op.kind is OpKind.UPDATE:
                 self.updates.update(bound.op, step.position)
@@ -292,6 +287,9 @@ class _WindowRun:
                 self.compute_kinds[bound.op.kind](bound)
         until = self.mark()
         if step.sends:
+            if self.faults is not None:
+                for outgoing in step.sends:
+                    self._strike(outgoing.message)
             # Messages first: others may wait for them.
             self.mailbox.send(step.sends)
             # The receiver may have been woken on this core, where it would wait until this process sleeps, up to 0.4 ms behind an update.
@@ -301,9 +299,27 @@ class _WindowRun:
         for weights, version in step.releases:
             weights.release(version)
 
+    def _strike(self, item: object, first_copies: Collection[int] = ()) -> None:
+        assert self.faults is not None, "there are faults to strike"
+        executor = self.executor
+        self.faults.strike(
+            device=executor.device,
+            before=str(item),
+            window=self.window.number,
+            first_copies=first_copies,
+            cut=lambda: executor.transport.abort("a scripted fault closed its connections"),
+        )
+
+    def _start(self, step: StartStep) -> None:
+        if self.faults is not None:
+            self._strike(step.collective)
+        self.updates.start(step)
+
     def _receive(self, step: ReceiveStep) -> None:
         self.executor.doing = step.doing
         self.executor.waiting = step
+        if self.faults is not None:
+            self._strike(step.message)
         since = self.mark()
         self.mailbox.receive(step)
         self.executor.waiting = None
@@ -312,6 +328,8 @@ class _WindowRun:
     def _await(self, step: AwaitStep) -> None:
         self.executor.doing = step.doing
         self.executor.waiting = step
+        if self.faults is not None:
+            self._strike(step.collective)
         since = self.mark()
         num_bytes = self.updates.finish(step.collective)
         self.executor.waiting = None

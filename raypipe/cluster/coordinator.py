@@ -14,6 +14,7 @@ from raypipe.actors.orders import BatchFunction, BuildOrder, ConnectOrder, Layer
 from raypipe.actors.stage.gradient_flow import EdgeSpecs, LayerOutput, edge_specs
 from raypipe.artifacts.cut import Cut
 from raypipe.artifacts.storage import Storage
+from raypipe.cluster.actor_group import Member
 from raypipe.cluster.checks import channel_text, on_gpus, shared_channels
 from raypipe.cluster.link_monitor import LinkMonitor
 from raypipe.cluster.node_clocks import NodeClocks
@@ -220,9 +221,9 @@ class Coordinator:
             lambda device, actor: actor.take_snapshot.remote(*arguments(parts, [layer for layer in whole[device] if layer in parts])),
         )
 
-    def write_snapshot(self, folder: Storage) -> list[Any]:
+    def write_snapshot(self, folder: Storage) -> dict[Any, Member]:
         """Let the actors write their copies into a folder, beside windows; return Ray's references to the sums of the files of each."""
-        return [member.handle.write_snapshot.options(concurrency_group=SAVING).remote(folder) for member in self.actors.members]
+        return {member.handle.write_snapshot.options(concurrency_group=SAVING).remote(folder): member for member in self.actors.members}
 
     def load(self, folder: Storage) -> None:
         """Read all layers from a folder."""

@@ -146,8 +146,7 @@ class StageActors(ActorGroup):
     def dead(self, numbers: Iterable[int], *, timeout_s: float | None = None) -> list[int]:
         """Return the slots with dead or, by default for `cluster.silence_timeout_s`, silent actors."""
         members = {number: self.launched[number] for number in numbers}
-        statuses = _statuses(members, timeout_s=self.cluster.silence_timeout_s if timeout_s is None else timeout_s)
-        return [number for number, status in statuses.items() if not isinstance(status, Status)]
+        return dead(members, timeout_s=self.cluster.silence_timeout_s if timeout_s is None else timeout_s)
 
     def abort(self, reason: str) -> None:
         """Make all actors stop their work."""
@@ -266,6 +265,11 @@ class StageActors(ActorGroup):
         slots = [self.launched[number].slot for number in self.dead(self.leaving - self.gone, timeout_s=1.0)]
         errors = [StageFailedError(slot.name, "none", slot.node.address, task, problem, self.death_remedy) for slot in slots]
         return [Failure(error, is_death=True) for error in errors]
+
+
+def dead(members: Mapping[int, Member], *, timeout_s: float) -> list[int]:
+    """Return the numbers of the actors that are dead or silent."""
+    return [number for number, status in _statuses(members, timeout_s=timeout_s).items() if not isinstance(status, Status)]
 
 
 def _outcome(ref: Any) -> RayError | None:

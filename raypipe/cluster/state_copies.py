@@ -16,6 +16,10 @@ import ray
 from raypipe.cluster.stage_actors import COPIES, StageActors
 from raypipe.cluster.states import States, all_parts, by_layer
 
+# Until then, or for so many times what other nodes have taken, a node may fetch copies: it may not reach the node that has them.
+_SLOW_S = 60.0
+_SLOW = 10.0
+
 
 @dataclass(frozen=True)
 class StateCopy:
@@ -32,7 +36,9 @@ class StateCopies:
         self._actors = actors
         self._share = share
         self._kept: list[StateCopy] = []  # from old to new; of the last, nodes may still fetch their parts
-        self._fetching: list[Any] = []  # calls of actors that keep layers of others, not answered yet
+        self._fetching: dict[Any, tuple[int, int]] = {}  # calls, not answered yet, by device and by the device that keeps its layers
+        self._apart: set[tuple[str, str]] = set()  # nodes of which the second could not fetch copies from the first
+        self._usual_s = float("inf")  # for a node to fetch copies
         self._taken_at_s = -float("inf")
         self._took_s = 0.0
         self.seconds = 0.0  # for which the run has waited for copies
@@ -46,32 +52,49 @@ class StateCopies:
         parts = all_parts(self._actors)
         oldest = self._kept[-1].update if self._kept else update
         self._kept = [*self._kept[-1:], StateCopy(update, by_layer(parts))]
-        self._fetching = []
+        for number, member in enumerate(self._actors.launched):
+            if number not in self._actors.gone:
+                member.handle.drop_held.options(concurrency_group=COPIES).remote(oldest)
+        self._fetching = {}
         for device, keeper in self._keepers().items():
             if of_device := parts.get(device):
                 hold = self._actors.members[keeper].handle.hold.options(concurrency_group=COPIES)
-                self._fetching.append(hold.remote(update, oldest, *(state for _, state in of_device)))
+                self._fetching[hold.remote(device, update, *(state for _, state in of_device))] = (device, keeper)
         self._taken_at_s = time.monotonic()
         self._took_s = self._taken_at_s - since_s
         self.seconds += self._took_s
         return True
 
     def _is_fetching(self) -> bool:
-        if self._fetching:
-            _, self._fetching = ray.wait(self._fetching, num_returns=len(self._fetching), timeout=0)
         if not self._fetching:
             self._kept = self._kept[-1:]
+            return False
+        done, pending = ray.wait(list(self._fetching), num_returns=len(self._fetching), timeout=0)
+        self._fetching = {ref: self._fetching[ref] for ref in pending}
+        seconds = time.monotonic() - self._taken_at_s
+        if done:
+            self._usual_s = seconds
+        if not pending:
+            self._kept = self._kept[-1:]
+        elif seconds > max(_SLOW_S, _SLOW * self._usual_s):
+            # The next copies go to other nodes.
+            nodes = [member.slot.node.node_id for member in self._actors.members]
+            self._apart |= {(nodes[device], nodes[keeper]) for device, keeper in self._fetching.values()}
+            self._fetching = {}
+            self._kept = self._kept[:1]
         return bool(self._fetching)
 
     def _keepers(self) -> dict[int, int]:
-        """Return the device that keeps the layers of each other device: the next one on another node."""
+        """Return the device that keeps the layers of each other device: the next one on another node that could fetch copies from it."""
         nodes = [member.slot.node.node_id for member in self._actors.members]
         count = len(nodes)
         keepers: dict[int, int] = {}
         for device in range(count):
-            others = ((device + step) % count for step in range(1, count))
-            if (keeper := next((other for other in others if nodes[other] != nodes[device]), None)) is not None:
-                keepers[device] = keeper
+            others = [(device + step) % count for step in range(1, count)]
+            others = [other for other in others if nodes[other] != nodes[device]]
+            others.sort(key=lambda other, node=nodes[device]: (node, nodes[other]) in self._apart)  # type: ignore[misc]
+            if others:
+                keepers[device] = others[0]
         return keepers
 
     def candidates(self) -> list[StateCopy]:

@@ -18,25 +18,32 @@ from raypipe.actors.stage.snapshot import write_layer
 from raypipe.actors.stage.state import unpacked
 from raypipe.artifacts.checkpoint_files import CheckpointIndex, FileSums, finished_folders, layer_file, remove_checkpoint
 from raypipe.artifacts.storage import Storage
+from raypipe.cluster.actor_group import Member
 from raypipe.cluster.coordinator import Coordinator
+from raypipe.cluster.stage_actors import dead
 from raypipe.cluster.state_copies import StateCopy
 from raypipe.config import RunConfig
 from raypipe.errors import FormatError, NonFiniteError, RaypipeError, RunError, RunTakenOverError
 from raypipe.training.run_cluster import Notice
 from raypipe.training.run_folder import RunFolder
 from raypipe.training.run_lock import RunLock
-from raypipe.units import size
+from raypipe.units import counted, size
+
+_LOOK_S = 10.0  # between two looks at actors that write
+_COPY_S = 60.0  # for the nodes to hand out a copy of the state
 
 
 class _Writing:
     """A checkpoint that actors write in the background; the last step, its index, is done by a thread of this process."""
 
-    def __init__(self, folder: Storage, calls: list[Any], index: CheckpointIndex, lock: RunLock) -> None:
+    def __init__(
+        self, folder: Storage, calls: Mapping[Any, Member], index: CheckpointIndex, lock: RunLock, *, silence_timeout_s: float
+    ) -> None:
         self.folder, self.index = folder, index
         self.checkpoint: Checkpoint | None = None
         self.problem: Exception | None = None
         self.seconds = 0.0
-        self._calls, self._lock = calls, lock
+        self._calls, self._lock, self._silence_timeout_s = calls, lock, silence_timeout_s
         self._since_s = time.monotonic()
         self._thread = threading.Thread(target=self._finish, name=f"checkpoint {index.update}", daemon=True)
         self._thread.start()
@@ -51,7 +58,7 @@ class _Writing:
     def _finish(self) -> None:
         try:
             files: dict[str, FileSums] = {}
-            for of_actor in ray.get(self._calls):
+            for of_actor in self._answers():
                 files |= of_actor
             expected = {layer_file(number, name) for number, name in enumerate(self.index.layers)}
             if missing := sorted(expected - files.keys()):
@@ -67,6 +74,18 @@ class _Writing:
             with contextlib.suppress(OSError):
                 remove_checkpoint(self.folder)
         self.seconds = time.monotonic() - self._since_s
+
+    def _answers(self) -> list[dict[str, FileSums]]:
+        # Storage may be slow; only an actor that does not even tell its status is waited for in vain.
+        pending = list(self._calls)
+        while pending:
+            _, pending = ray.wait(pending, num_returns=len(pending), timeout=_LOOK_S)
+            writers = [self._calls[ref] for ref in pending]
+            if silent := dead(dict(enumerate(writers)), timeout_s=self._silence_timeout_s):
+                names = ", ".join(writers[number].slot.name for number in silent)
+                raise RunError(f"no answer from {counted(len(silent), 'device')} that wrote it: {names}")
+        answers: list[dict[str, FileSums]] = ray.get(list(self._calls))
+        return answers
 
 
 class Checkpoints:
@@ -121,7 +140,8 @@ class Checkpoints:
         except OSError as error:
             self._notice(_not_saved(update, error))
             return
-        self._writing = _Writing(folder, coordinator.write_snapshot(folder), index, self._lock)
+        calls, silence_timeout_s = coordinator.write_snapshot(folder), coordinator.cluster.silence_timeout_s
+        self._writing = _Writing(folder, calls, index, self._lock, silence_timeout_s=silence_timeout_s)
 
     def save_copy(self, copies: Sequence[StateCopy]) -> None:
         """Write the newest of the copies in the memory of nodes, where no time is left for the window that runs.
@@ -138,12 +158,14 @@ class Checkpoints:
         if copy is None:
             self.wait()
             return
+        deadline = time.monotonic() + _COPY_S
         try:
             self._lock.check()
             folder = self._folder.new_checkpoint(update)
             files: dict[str, FileSums] = {}
             for layer, parts in copy.states.items():
-                state = {name: tensor for part in parts for name, tensor in unpacked(ray.get(part)).items()}
+                found = [unpacked(part) for part in ray.get(list(parts), timeout=max(deadline - time.monotonic(), 0.0))]
+                state = {name: tensor for part in found for name, tensor in part.items()}
                 files |= write_layer(folder, layer, self._index.layers[layer], state)
             self.newest = Checkpoint.finish(folder, dataclasses.replace(self._index, update=update, files=files))
         except (OSError, RunError, RayError) as error:

@@ -103,7 +103,6 @@ class RunRecord:
         self._first_update = first_update
         self._metrics: RunMetrics
         self._tokens_per_row = tokens_per_row
-        self._recent: deque[float] = deque(maxlen=_MOST_LOSSES)
 
     def start_metrics(self, run: str) -> None:
         """Register metrics with the connected Ray cluster."""
@@ -156,6 +155,7 @@ class RunRecord:
         """Record a training window."""
         losses = mean_losses(result.reports, num_microbatches=schedule.num_microbatches)
         norms = norms_of(result.reports, scope=schedule.update_scope)
+        self._notice_spikes(losses, first_update)
         self.losses += losses
         self.phases[-1].add(result.trace)
         config = self.config
@@ -163,7 +163,6 @@ class RunRecord:
         update_s = result.wall_s / result.num_updates
         speed = {"update_s": update_s, "tokens_per_s": tokens / update_s, "bubble_ratio": result.trace.bubble_ratio}
         self.figures |= speed | {"loss": losses[-1], "updates": first_update + result.num_updates}
-        self._notice_spikes(losses, first_update)
         last = result.num_updates - 1
         self._metrics.set(RunGauge.GRADIENT_NORM, norms.get(last))
         self._metrics.set(RunGauge.LEARNING_RATE, config.optimizer.rate(first_update + last, num_updates=config.run.num_updates))
@@ -180,8 +179,9 @@ class RunRecord:
             self._write(partial(self.folder.add_metrics, line))
 
     def _notice_spikes(self, losses: list[float], first_update: int) -> None:
+        recent = deque((loss for loss in self.losses[-_MOST_LOSSES:] if math.isfinite(loss)), maxlen=_MOST_LOSSES)
         for number, loss in enumerate(losses):
-            known = list(self._recent)
+            known = list(recent)
             usual = statistics.median(known) if len(known) >= _LEAST_LOSSES else math.inf
             spread = statistics.median(abs(one - usual) for one in known) if known else math.inf
             if loss > usual + _SPIKE * spread:
@@ -189,7 +189,7 @@ class RunRecord:
                 self.listener.notice(text)
                 self.phases[-1].notes.append(text)
             if math.isfinite(loss):
-                self._recent.append(loss)
+                recent.append(loss)
 
     def add_evaluation(self, update: int, loss: float) -> None:
         """Record a validation loss."""

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import json
 import math
+import os
 import re
 import shutil
 from collections.abc import Callable, Mapping
@@ -209,13 +211,14 @@ class RunFolder:
         self._append("adaptation.jsonl", line)
 
     def _append(self, name: str, line: dict[str, Any]) -> None:
-        with self.file(name).open("ab") as file:
-            end = file.tell()
+        content = f"{json.dumps(without_nan(line))}\n".encode()
+        # Without a buffer, which would try once more what a full disk has refused, behind the part that it took.
+        with self.file(name).open("ab", buffering=0) as file:
+            end = file.seek(0, os.SEEK_END)
             try:
-                file.write(f"{json.dumps(without_nan(line))}\n".encode())
-                file.flush()
+                if file.write(content) != len(content):
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.file(name)))
             except OSError:
-                # A full disk may have taken a part.
                 with contextlib.suppress(OSError):
                     file.truncate(end)
                 raise

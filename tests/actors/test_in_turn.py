@@ -128,7 +128,7 @@ def test_no_two_devices_compute_at_once() -> None:
 def test_a_device_that_fails_ends_all(op: str) -> None:
     model = mlp(num_layers=4, dtype="float64")
     for device in range(4):
-        run = in_turn(pipeline(model, build("async-1f1b", ScheduleRequest(4, 4, 3)), FaultScript().fail_at(device=device, op=op)))
+        run = in_turn(pipeline(model, build("async-1f1b", ScheduleRequest(4, 4, 3)), FaultScript().fail_at(device=device, before=op)))
         if op.startswith(str(device)):
             with pytest.raises(ScriptedFault):
                 run.run_window()

@@ -236,7 +236,7 @@ def test_windows_of_several_updates_go_on_from_a_checkpoint_with_branches_elsewh
 )
 def test_a_fault_is_named_with_device_stage_and_branch_and_leaves_no_actor(tmp_path: Path, kind: FaultKind, message: str) -> None:
     plan = placed_plan(small_clip(), glyphs("train"), CLIP_STAGES, (0, 1, 1, 0, 1), num_parts=3)
-    faults = FaultScript().fail_at(device=1, op="2F1.2", kind=kind, window=1)
+    faults = FaultScript().fail_at(device=1, before="2F1.2", kind=kind, window=1)
     since = time.monotonic()
     with pytest.raises(StageFailedError, match=rf"stage 1 of image, 2 of text, 4 \(device .*/1, node .* window 1 of {message}"):
         follower(tmp_path, plan, small_clip, glyphs, num_updates=8, faults=faults).fit()

@@ -99,7 +99,7 @@ def test_a_run_with_all_updates_ends_at_once_with_its_result(tmp_path: Path, mon
 
 
 def test_a_run_that_failed_leaves_its_reason_and_its_trace_and_goes_on(tmp_path: Path) -> None:
-    faults = FaultScript().fail_at(device=1, op="1F0", kind=FaultKind.RAISE, window=2)
+    faults = FaultScript().fail_at(device=1, before="1F0", kind=FaultKind.RAISE, window=2)
     with pytest.raises(StageFailedError):
         trainer(tmp_path, num_updates=9, faults=faults).fit(resume="auto")
     folder = tmp_path / "run"

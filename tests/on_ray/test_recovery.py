@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from raypipe.actors.execution.faults import FaultKind, FaultScript
+from raypipe.actors.execution.faults import CONNECT, SAVE, FaultKind, FaultScript
 from raypipe.artifacts.plan import Plan
 from raypipe.cluster.discovery import spare_slots
 from raypipe.cluster.slots import DeviceSlot
@@ -74,7 +74,7 @@ def failures(path: str) -> list[dict[str, object]]:
 @pytest.mark.parametrize("kind", list(FaultKind))
 def test_a_run_goes_on_after_an_actor_is_killed_raises_or_hangs(tmp_path: Path, kind: FaultKind) -> None:
     calm = trainer(tmp_path / "calm").fit()
-    faults = FaultScript().fail_at(device=1, op="1B2", kind=kind, window=2, hang_s=100.0)
+    faults = FaultScript().fail_at(device=1, before="1B2", kind=kind, window=2, hang_s=100.0)
     timeout_s = 3.0 if kind in {FaultKind.HANG, FaultKind.STOP} else 60.0
     found = trainer(tmp_path / "struck", faults=faults, message_timeout_s=timeout_s).fit()
     assert found.losses == calm.losses
@@ -85,9 +85,52 @@ def test_a_run_goes_on_after_an_actor_is_killed_raises_or_hangs(tmp_path: Path, 
     assert (failure["update"], failure["from_update"], failure["source"]) == (6, 6, "the copies in memory")
 
 
+@pytest.mark.parametrize("kind", [FaultKind.KILL, FaultKind.CUT, FaultKind.HANG])
+@pytest.mark.parametrize("before", ["activation 0->1 of microbatch 2", "gradient 1->0 of microbatch 1"])
+def test_a_fault_at_a_message_is_recovered_from_at_either_end(tmp_path: Path, kind: FaultKind, before: str) -> None:
+    calm = trainer(tmp_path / "calm").fit()
+    faults = FaultScript()
+    for device, window in ((0, 1), (1, 2)):
+        faults = faults.fail_at(device=device, before=before, kind=kind, window=window, hang_s=100.0)
+    found = trainer(tmp_path / "struck", faults=faults, message_timeout_s=3.0).fit()
+    assert found.losses == calm.losses
+    assert [failure["from_update"] for failure in failures(found.path)] == [3, 6]
+
+
+@pytest.mark.parametrize("kind", [FaultKind.KILL, FaultKind.CUT])
+def test_a_fault_at_a_sum_is_recovered_from(tmp_path: Path, kind: FaultKind) -> None:
+    scaling = ScalingConfig(num_devices=2, replicas=2, layers_per_stage=(8,))
+    calm = trainer(tmp_path / "calm", scaling=scaling).fit()
+    faults = FaultScript().fail_at(device=1, before="gradients of stage 0 for update 1", kind=kind, window=1)
+    found = trainer(tmp_path / "struck", scaling=scaling, faults=faults).fit()
+    assert found.losses == calm.losses
+    assert [failure["from_update"] for failure in failures(found.path)] == [3]
+
+
+@pytest.mark.parametrize("kind", list(FaultKind))
+def test_a_fault_while_a_checkpoint_is_written_costs_that_checkpoint_at_most(tmp_path: Path, kind: FaultKind) -> None:
+    calm = trainer(tmp_path / "calm").fit()
+    faults = FaultScript().fail_at(device=1, before=SAVE, kind=kind, window=1, hang_s=5.0)
+    found = trainer(tmp_path / "struck", faults=faults, checkpoint_every=PER_WINDOW, message_timeout_s=3.0).fit()
+    assert found.losses == calm.losses
+    kept = {folder.name for folder in (Path(found.path) / "checkpoints").iterdir()}
+    assert {"update-000009", "update-000012"} <= kept
+
+
+def test_a_device_that_is_lost_again_while_a_run_recovers_is_replaced_again(tmp_path: Path) -> None:
+    calm = trainer(tmp_path / "calm").fit()
+    faults = FaultScript().fail_at(device=1, before="1B2", kind=FaultKind.KILL, window=1)
+    # The survivor has done one window when it meets the new actor.
+    faults = faults.fail_at(device=0, before=CONNECT, kind=FaultKind.KILL, window=2)
+    faults = faults.fail_at(device=0, before="0B2", kind=FaultKind.KILL, window=2)
+    found = trainer(tmp_path / "struck", faults=faults).fit()
+    assert found.losses == calm.losses
+    assert [failure["from_update"] for failure in failures(found.path)] == [3, 6]
+
+
 def test_a_fault_in_the_first_window_begins_the_run_anew(tmp_path: Path) -> None:
     calm = trainer(tmp_path / "calm").fit()
-    faults = FaultScript().fail_at(device=0, op="0F1", kind=FaultKind.KILL)
+    faults = FaultScript().fail_at(device=0, before="0F1", kind=FaultKind.KILL)
     found = trainer(tmp_path / "struck", faults=faults).fit()
     assert found.losses == calm.losses
     (failure,) = failures(found.path)
@@ -95,19 +138,19 @@ def test_a_fault_in_the_first_window_begins_the_run_anew(tmp_path: Path) -> None
 
 
 def test_a_stage_that_fails_twice_at_the_same_place_ends_the_run(tmp_path: Path) -> None:
-    faults = FaultScript().fail_at(device=1, op="1F3", window=1, repeats=True)
+    faults = FaultScript().fail_at(device=1, before="1F3", window=1, repeats=True)
     with pytest.raises(StageRaisedError, match=r"scripted fault before 1F3.*twice"):
         trainer(tmp_path, faults=faults, max_failures=5).fit()
     assert len(failures(str(tmp_path / "test"))) == 1
 
 
 def test_more_failures_in_a_row_than_allowed_end_the_run_and_progress_counts_anew(tmp_path: Path) -> None:
-    again = FaultScript().fail_at(device=1, op="1F3", kind=FaultKind.KILL, window=1, repeats=True)
+    again = FaultScript().fail_at(device=1, before="1F3", kind=FaultKind.KILL, window=1, repeats=True)
     with pytest.raises(StageFailedError, match="process died"):
         trainer(tmp_path / "again", faults=again, max_failures=1).fit()
     faults = FaultScript()
     for window in (1, 3):
-        faults = faults.fail_at(device=0, op="0B1", kind=FaultKind.KILL, window=window)
+        faults = faults.fail_at(device=0, before="0B1", kind=FaultKind.KILL, window=window)
     found = trainer(tmp_path / "apart", faults=faults, max_failures=1).fit()
     assert found.losses == trainer(tmp_path / "calm").fit().losses
     assert [failure["from_update"] for failure in failures(found.path)] == [3, 9]
@@ -123,7 +166,7 @@ def test_more_failures_in_a_row_than_allowed_end_the_run_and_progress_counts_ane
 def test_copies_of_stages_and_late_updates_recover_to_the_last_bit(tmp_path: Path, schedule: str, scaling: ScalingConfig) -> None:
     calm = trainer(tmp_path / "calm", schedule=schedule, scaling=scaling).fit()
     op = {"pipedream-2bw": "1B2", "amdp": "1B1"}[schedule]
-    faults = FaultScript().fail_at(device=1, op=op, kind=FaultKind.KILL, window=2)
+    faults = FaultScript().fail_at(device=1, before=op, kind=FaultKind.KILL, window=2)
     # The order of an asynchronous schedule may follow measured times: both runs have the plan of the first.
     struck = trainer(tmp_path / "struck", schedule=schedule, scaling=ScalingConfig(), faults=faults, plan=Path(calm.path) / "plan.json")
     assert struck.fit().losses == calm.losses
@@ -143,7 +186,7 @@ def test_without_another_device_a_run_goes_on_with_a_new_plan_until_the_device_i
 
     monkeypatch.setattr("raypipe.training.recovery.spare_slots", none_at_first)
     monkeypatch.setattr("raypipe.training.recovery._LOOK_S", 0.0)
-    faults = FaultScript().fail_at(device=1, op="1B2", kind=FaultKind.KILL, window=1)
+    faults = FaultScript().fail_at(device=1, before="1B2", kind=FaultKind.KILL, window=1)
     found = trainer(tmp_path / "struck", faults=faults).fit()
     assert found.losses == pytest.approx(calm.losses, abs=1e-10)
     assert looks == [1, 1, 1]

@@ -344,7 +344,7 @@ def test_the_folder_of_a_run_holds_what_is_needed_to_know_it(tmp_path: Path, tok
 
 @pytest.mark.parametrize("transport", [Transport.SHM, Transport.GLOO])
 def test_a_killed_actor_ends_the_run_within_seconds_and_is_named(tmp_path: Path, transport: Transport) -> None:
-    faults = FaultScript().fail_at(device=1, op="1B1", kind=FaultKind.KILL)
+    faults = FaultScript().fail_at(device=1, before="1B1", kind=FaultKind.KILL)
     since = time.monotonic()
     with pytest.raises(StageFailedError, match=r"stage 1 .*device .*/1, node .*its process died") as caught:
         trainer(tmp_path, devices=3, faults=faults, transport=transport).fit()
@@ -357,13 +357,13 @@ def test_a_killed_actor_ends_the_run_within_seconds_and_is_named(tmp_path: Path,
 
 @pytest.mark.smoke
 def test_an_op_that_raises_is_named_with_its_stage(tmp_path: Path) -> None:
-    faults = FaultScript().fail_at(device=1, op="1F3")
+    faults = FaultScript().fail_at(device=1, before="1F3")
     with pytest.raises(StageFailedError, match=r"stage 1 .*1F3.*scripted fault"):
         trainer(tmp_path, devices=2, faults=faults).fit()
 
 
 def test_a_stage_that_hangs_is_named_and_not_the_neighbors_that_wait_for_it(tmp_path: Path) -> None:
-    faults = FaultScript().fail_at(device=1, op="1B2", kind=FaultKind.HANG, hang_s=100.0)
+    faults = FaultScript().fail_at(device=1, before="1B2", kind=FaultKind.HANG, hang_s=100.0)
     with pytest.raises(StageFailedError, match=r"stage 1 .*1B2.* still at it .*within 3 s.*message_timeout_s") as caught:
         trainer(tmp_path, devices=3, faults=faults, message_timeout_s=3.0).fit()
     assert caught.value.stages == "1"

@@ -14,8 +14,10 @@ from raypipe.actors.stage.checkpoint import Checkpoint
 from raypipe.actors.stage.state import packed
 from raypipe.artifacts.checkpoint_files import CheckpointIndex, FileSums
 from raypipe.artifacts.storage import Storage
+from raypipe.cluster.actor_group import Member
+from raypipe.cluster.slots import ClusterNode, DeviceSlot
 from raypipe.cluster.state_copies import StateCopy
-from raypipe.config import CheckpointMetric, RunConfig
+from raypipe.config import CheckpointMetric, ClusterConfig, RunConfig
 from raypipe.errors import NonFiniteError, RunError
 from raypipe.training.checkpoints import Checkpoints
 from raypipe.training.run_folder import RunFolder
@@ -34,7 +36,11 @@ class OneActor:
     def take_snapshot(self) -> None:
         self.num_copies += 1
 
-    def write_snapshot(self, folder: Storage) -> list[Any]:
+    @property
+    def cluster(self) -> ClusterConfig:
+        return ClusterConfig()
+
+    def write_snapshot(self, folder: Storage) -> dict[Any, Member]:
         def write() -> dict[str, FileSums]:
             assert self.may_write.wait(20)
             if self.problem is not None:
@@ -42,12 +48,13 @@ class OneActor:
             folder.write("layer-0000-a.safetensors", b"content")
             return {"layer-0000-a.safetensors": FileSums(size_bytes=7, header="", tensors={})}
 
-        return [write]
+        return {write: Member(None, DeviceSlot(ClusterNode("id", "10.0.0.1"), "node/0"))}
 
 
 class Run:
     def __init__(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, **config: Any) -> None:
         monkeypatch.setattr("raypipe.training.checkpoints.ray.get", lambda calls: [call() for call in calls])
+        monkeypatch.setattr("raypipe.training.checkpoints.ray.wait", lambda calls, **_: (calls, []))
         self.clock_s = 100.0
         monkeypatch.setattr("raypipe.training.checkpoints.time.monotonic", lambda: self.clock_s)
         self.told: list[str] = []
@@ -86,6 +93,15 @@ def test_a_checkpoint_is_due_by_updates_by_time_and_never_while_one_by_time_is_w
     run.checkpoints.wait()
     assert run.checkpoints.is_due(6)
     assert not Run(tmp_path, monkeypatch, checkpoint_every_s=0.0).checkpoints.is_due(10**6)
+
+
+def test_a_writer_that_does_not_answer_is_named_and_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Run(tmp_path, monkeypatch)
+    monkeypatch.setattr("raypipe.training.checkpoints.ray.wait", lambda calls, **_: ([], calls))
+    monkeypatch.setattr("raypipe.training.checkpoints.dead", lambda members, **_: list(members))
+    run.save(1)
+    assert run.saved() == []
+    assert "update 1 was not saved: no answer from 1 device that wrote it: node/0" in run.told[-1]
 
 
 def test_by_default_a_checkpoint_is_due_every_ten_minutes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -164,7 +180,7 @@ def test_the_copy_in_memory_is_written_where_no_time_is_left_for_the_window(tmp_
     run = Run(tmp_path, monkeypatch)
     run.save(5)
     run.checkpoints.wait()
-    monkeypatch.setattr("raypipe.training.checkpoints.ray.get", lambda parts: parts)
+    monkeypatch.setattr("raypipe.training.checkpoints.ray.get", lambda parts, **_: parts)
     states = {update: packed({"weight": torch.full((3,), float(update))}) for update in (5, 10, 15)}
     run.checkpoints.save_copy([StateCopy(5, {0: [states[5]]})])
     assert run.saved() == [5], "that is saved already"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import resource
 from pathlib import Path
 
 import pytest
@@ -83,3 +84,19 @@ def test_figures_that_are_no_numbers_are_null_in_files_of_json(tmp_path: Path) -
         "loss": None,
         "norms": [None, 1.0],
     }
+
+
+def test_a_line_that_a_full_disk_takes_in_part_is_taken_back(tmp_path: Path) -> None:
+    folder = begun(tmp_path, "gpt")
+    folder.add_metrics({"update": 1, "loss": 1.0})
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    # As a full disk does, this takes the first bytes of a line.
+    resource.setrlimit(resource.RLIMIT_FSIZE, (folder.file("metrics.jsonl").stat().st_size + 10, limits[1]))
+    try:
+        with pytest.raises(OSError, match=r"File too large|No space left"):
+            folder.add_metrics({"update": 2, "loss": 2.0})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert updates(folder, "metrics.jsonl") == [1]
+    folder.add_metrics({"update": 2, "loss": 2.0})
+    assert updates(folder, "metrics.jsonl") == [1, 2]
