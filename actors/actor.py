@@ -13,8 +13,8 @@ import torch
 
 from raypipe.actors import cores, devices
 from raypipe.actors.actor_info import ActorInfo, actor_info
-from raypipe.actors.device_stages import WHOLE, DeviceStages
-from raypipe.actors.execution.batches import BatchSource
+from raypipe.actors.device_stages import DeviceStages
+from raypipe.actors.execution.batches import WHOLE, BatchSource
 from raypipe.actors.execution.executor import Executor, Window
 from raypipe.actors.execution.faults import CONNECT, SAVE
 from raypipe.actors.execution.report import ChunkLog, WindowReport

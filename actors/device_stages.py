@@ -8,7 +8,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from raypipe.actors.execution.batches import BatchSource
+from raypipe.actors.execution.batches import WHOLE, BatchSource
 from raypipe.actors.orders import BuildOrder, LayerSize
 from raypipe.actors.stage.checkpoint import load_stages
 from raypipe.actors.stage.gradient_flow import LayerOutput
@@ -21,9 +21,6 @@ from raypipe.actors.stage.weights import Weights
 from raypipe.artifacts.checkpoint_files import FileSums
 from raypipe.artifacts.storage import Storage
 from raypipe.model import Batch
-
-WHOLE = (0.0, 1.0)
-"""All rows of a microbatch."""
 
 
 class DeviceStages:

@@ -65,21 +65,30 @@ class Model:
         loss_couples_rows: Whether the loss of a microbatch is not the mean of the losses of its rows, as with a contrastive loss, which
             compares the rows with each other. raypipe then never divides the rows of a microbatch where the loss is taken, nor the rows of
             an update into other microbatches, and refuses what would.
+        loss_weight: What the loss of some rows counts for, from their fields: a scalar that is the sum over the rows, such as the number
+            of targets that are not ignored. `loss` is then the mean over what counts, and the loss of an update is
+            sum(weight * loss) / sum(weight) over its microbatches and their rows, however these are divided. Rows of weight 0 are left
+            out. `None` where each row counts for 1.
 
     Raises:
         ConfigError: Names repeat, an input is unknown or later, layers take each other's outputs in a circle, a branch is in pieces,
-            several layers have no consumer, a layer looks up rows without taking fields of the batch, or a tie names an unknown layer,
-            fewer than two weights or a weight that is tied already.
+            several layers have no consumer, a layer looks up rows without taking fields of the batch, a tie names an unknown layer,
+            fewer than two weights or a weight that is tied already, or a loss that couples rows has weights.
     """
 
     layers: tuple[Layer, ...]
     loss: Callable[[Tensor, Batch], Tensor]
     ties: tuple[Tie, ...] = ()
     loss_couples_rows: bool = False
+    loss_weight: Callable[[Batch], Tensor] | None = None
 
     def __post_init__(self) -> None:
         if not self.layers:
             raise ConfigError("the model has no layers")
+        if self.loss_couples_rows and self.loss_weight is not None:
+            raise ConfigError(
+                "the model has both loss_couples_rows and loss_weight: a loss that couples rows is no mean over them; leave one out"
+            )
         known: list[str] = []
         for layer in self.layers:
             for name in (layer.name, *([] if layer.branch is None else [layer.branch])):

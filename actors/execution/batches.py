@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+from collections import OrderedDict
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -11,6 +13,9 @@ from raypipe.data.fields import FieldDataset, holds_fields
 from raypipe.data.masking import mask_rows
 from raypipe.data.tokens import TokenDataset
 from raypipe.model import Batch
+
+WHOLE = (0.0, 1.0)
+"""All rows of a microbatch."""
 
 
 class BatchSource(Protocol):
@@ -23,6 +28,34 @@ class BatchSource(Protocol):
 def row_range(rows: tuple[float, float], num_rows: int) -> tuple[int, int]:
     """Return first row and end of a share of a microbatch; neighboring shares meet without gap or overlap."""
     return round(rows[0] * num_rows), round(rows[1] * num_rows)
+
+
+class KeptBatches:
+    """Rows of another source, which reads each microbatch once and whole; the newest `num_kept` are kept. Threads may share it."""
+
+    def __init__(self, source: BatchSource, *, num_kept: int) -> None:
+        self._source = source
+        self._num_kept = num_kept
+        self._kept: OrderedDict[int, Batch] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def batch(self, microbatch: int, rows: tuple[float, float]) -> Batch:
+        """Return some rows of a microbatch."""
+        with self._lock:
+            if microbatch not in self._kept:
+                self._kept[microbatch] = self._source.batch(microbatch, WHOLE)
+                if len(self._kept) > self._num_kept:
+                    self._kept.popitem(last=False)
+            whole = self._kept[microbatch]
+        return share_of(whole, rows)
+
+
+def share_of(whole: Batch, rows: tuple[float, float]) -> Batch:
+    """Return a share of the rows of a microbatch."""
+    if rows == WHOLE or not whole:
+        return whole
+    first, end = row_range(rows, len(next(iter(whole.values()))))
+    return {name: tensor[first:end] for name, tensor in whole.items()}
 
 
 @dataclass(frozen=True)

@@ -187,7 +187,7 @@ class _Binding:
             rows=rows,
             first_row=first,
             num_rows=end - first,
-            loss_weight=(end - first) / self.num_rows / num_microbatches,
+            loss_factor=(end - first) / self.num_rows / num_microbatches,
             weights=weights,
             takes_loss=takes_loss,
             takes_batch=takes_loss or weights.module.takes_batch,

@@ -12,6 +12,7 @@ from torch import Tensor
 from raypipe.actors import devices
 from raypipe.actors.execution.batches import BatchSource
 from raypipe.actors.execution.binding import StageEdges
+from raypipe.actors.execution.loss_weights import LossWeights
 from raypipe.actors.execution.report import WindowReport
 from raypipe.actors.execution.steps import BoundOp, MessageKey, OutgoingMessage, ReceiveStep, RowRange, StageOutput
 from raypipe.actors.stage.backward import PendingWeightGradient, backward_full, backward_input
@@ -101,19 +102,26 @@ class WindowLosses:
     def __init__(self, model: Model, *, keep_outputs: bool) -> None:
         self._model = model
         self._keep_outputs = keep_outputs
-        self._losses: dict[int, list[tuple[int, Tensor]]] = {}
+        self._losses: dict[int, list[tuple[float, Tensor]]] = {}
         self._outputs: dict[int, Tensor] = {}
         self._gradients: dict[float, Tensor] = {}
 
-    def loss(self, bound: BoundOp, outputs: Outputs, batch: Batch, rng_key: RngKey) -> Tensor:
-        """Return the loss of a forward; raises `ConfigError` if the model gives no scalar with a gradient, or several outputs."""
+    def loss(self, bound: BoundOp, outputs: Outputs, batch: Batch, rng_key: RngKey, *, counts: bool) -> Tensor:
+        """Return the loss of a forward, 0 where it does not count.
+
+        Raises:
+            ConfigError: The model gives no scalar with a gradient, or several outputs.
+        """
         output = outputs[len(self._model.layers) - 1]
         if len(output) != 1:
             raise ConfigError(f"the model's last layer gives {len(output)} tensors; the loss takes one")
         if self._keep_outputs:
             self._outputs[bound.op.index] = output[0].detach()
-        with bound.weights.module.seeded_loss(rng_key):
-            loss = self._model.loss(output[0], batch)
+        if counts:
+            with bound.weights.module.seeded_loss(rng_key):
+                loss = self._model.loss(output[0], batch)
+        else:
+            loss = output[0].flatten()[:0].sum()  # a mean over nothing would be no number, and so would its gradient
         if not isinstance(loss, Tensor) or loss.dim():
             what = f"has shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"is of type {type(loss).__name__}"
             raise ConfigError(f"the model's loss {what}; expected a scalar tensor, the mean over the rows")
@@ -124,34 +132,35 @@ class WindowLosses:
             )
         return loss
 
-    def add(self, bound: BoundOp, loss: Tensor) -> None:
+    def add(self, bound: BoundOp, loss: Tensor, weight: float) -> None:
         """Add the loss of a forward to the report."""
-        self._losses.setdefault(bound.op.index, []).append((bound.num_rows, loss.detach()))
+        self._losses.setdefault(bound.op.index, []).append((weight, loss.detach()))
 
-    def gradient(self, loss: Tensor, weight: float) -> Tensor:
-        """Return the gradient of a loss: its weight, one graph node less than a product."""
-        gradient = self._gradients.get(weight)
+    def gradient(self, loss: Tensor, factor: float) -> Tensor:
+        """Return the gradient of a loss: its factor, one graph node less than a product."""
+        gradient = self._gradients.get(factor)
         if gradient is None:
-            gradient = self._gradients[weight] = torch.full_like(loss, weight)
+            gradient = self._gradients[factor] = torch.full_like(loss, factor)
         return gradient
 
     def write(self, report: WindowReport) -> None:
         """Write losses and outputs into a report."""
         report.outputs = {index: output.cpu() for index, output in self._outputs.items()}
         for index, parts in self._losses.items():
-            report.num_rows[index] = sum(rows for rows, _ in parts)
-            report.losses[index] = sum(rows * float(loss) for rows, loss in parts) / report.num_rows[index]
+            weight = report.loss_weights[index] = sum(weight for weight, _ in parts)
+            report.losses[index] = sum(of_part * float(loss) for of_part, loss in parts) / (weight or 1.0)
 
 
 @dataclass(slots=True)
 class _Saved:
-    """What a forward keeps for its backward; `backward_input` explains `pivot`."""
+    """What a forward keeps for its backward; `backward_input` explains `pivot`, and `weight` is what the loss counts for."""
 
     version: int
     inputs: list[Tensor]
     outputs: Outputs
     pivot: tuple[Tensor, ...]
-    loss: Tensor | None
+    loss: Tensor | None = None
+    weight: float = 0.0
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -163,6 +172,7 @@ class Computation:
     edges: StageEdges
     mailbox: Mailbox
     losses: WindowLosses
+    loss_weights: LossWeights
     batches: BatchSource | None
     first_microbatch: int
     training: bool
@@ -191,7 +201,7 @@ class Computation:
             if self.training:
                 self.saved[bound.key] = saved
         if saved.loss is not None:
-            self.losses.add(bound, saved.loss)
+            self.losses.add(bound, saved.loss, saved.weight)
         for output in bound.outputs:
             mailbox.put(output, tuple([tensor for layer in output.layers for tensor in saved.outputs[layer]]))
 
@@ -246,10 +256,11 @@ class Computation:
             for layer, first, end in activation.layers:
                 by_layer[layer] = tensors[first:end]
         microbatch = self.first_microbatch + bound.op.index
-        batch: Batch = {}
+        on_host: Batch = {}
         if bound.takes_batch:
             assert self.batches is not None, "a device whose stages read rows has a source of them"
-            batch = devices.upload(self.batches.batch(microbatch, bound.rows), self.on)
+            on_host = self.batches.batch(microbatch, bound.rows)
+        batch = devices.upload(on_host, self.on) if on_host else on_host
         rng_key = RngKey(microbatch, bound.first_row)
         outputs = bound.weights.run(bound.version, by_layer, batch, rng_key)
         if with_gradients:
@@ -260,14 +271,16 @@ class Computation:
         pivot = () if has_leaves else first_outputs[0]
         first_outputs[0] = ()
         if not bound.takes_loss:
-            return _Saved(bound.version, inputs, outputs, pivot, None)
+            return _Saved(bound.version, inputs, outputs, pivot)
+        weight = self.loss_weights.weight(bound, on_host)
+        loss = self.losses.loss(bound, outputs, batch, rng_key, counts=weight > 0)
         # The loss stands for the outputs: its backward begins with it, and logits are large.
-        return _Saved(bound.version, inputs, {}, pivot, self.losses.loss(bound, outputs, batch, rng_key))
+        return _Saved(bound.version, inputs, {}, pivot, loss, weight)
 
     def _roots(self, bound: BoundOp, saved: _Saved) -> tuple[list[Tensor], list[Tensor]]:
         """Return where a stage's backward begins: its loss, or its outputs, with their gradients."""
         if saved.loss is not None:
-            return [saved.loss], [self.losses.gradient(saved.loss, bound.loss_weight)]
+            return [saved.loss], [self.losses.gradient(saved.loss, self.loss_weights.factor(bound, saved.weight))]
         sums: dict[OutputId, Tensor] = {}
         for message in bound.gradients:
             for place, gradient in zip(message.outputs, self.mailbox.take(message.key, message.rows), strict=True):

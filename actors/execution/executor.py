@@ -14,11 +14,12 @@ from typing import Any
 import torch
 
 from raypipe.actors import devices
-from raypipe.actors.execution.batches import BatchSource
+from raypipe.actors.execution.batches import BatchSource, KeptBatches
 from raypipe.actors.execution.binding import StageEdges, bind
 from raypipe.actors.execution.clock import Clock, DeviceClock, HostClock
 from raypipe.actors.execution.computation import Computation, Mailbox, WindowLosses
 from raypipe.actors.execution.faults import FaultScript
+from raypipe.actors.execution.loss_weights import LossWeights
 from raypipe.actors.execution.report import WindowReport
 from raypipe.actors.execution.steps import AwaitStep, BoundOp, BoundProgram, ComputeStep, ReceiveStep, StartStep, Step, TimedStep
 from raypipe.actors.execution.updates import LearningRate, Updates, divide_weights
@@ -33,6 +34,8 @@ from raypipe.errors import AbortedError, RunError, TransportTimeoutError
 from raypipe.model import Batch, Model
 from raypipe.schedules.ir import OpKind
 from raypipe.schedules.lower import DeviceProgram
+
+_KEPT_UPDATES = 2  # forwards of the next update may come before the last backwards of one
 
 
 @dataclass(frozen=True)
@@ -214,14 +217,17 @@ class _WindowRun:
         self.mark, self.note = executor.clock.mark, executor.clock.note
         self.mailbox = Mailbox(executor.transport)
         self.losses = WindowLosses(executor.model, keep_outputs=window.keep_outputs)
+        batches = self._batches()
+        first_microbatch = window.first_update * program.num_microbatches
         self.computation = Computation(
             model=executor.model,
             on=executor.on,
             edges=executor.edges,
             mailbox=self.mailbox,
             losses=self.losses,
-            batches=window.batches,
-            first_microbatch=window.first_update * program.num_microbatches,
+            loss_weights=LossWeights(executor.model, batches, first_microbatch=first_microbatch, num_microbatches=program.num_microbatches),
+            batches=batches,
+            first_microbatch=first_microbatch,
             training=not program.forward_only,
         )
         self.updates = Updates(
@@ -229,7 +235,7 @@ class _WindowRun:
             updated=bound.updated,
             weights=executor.weights,
             transport=executor.transport,
-            batches=window.batches,
+            batches=batches,
             on=executor.on,
             first_update=window.first_update,
             skipped=window.skipped,
@@ -244,6 +250,14 @@ class _WindowRun:
             OpKind.WEIGHT_GRADIENT: self.computation.weight_gradient,
             OpKind.RECOMPUTE: self.computation.recompute,
         }
+
+    def _batches(self) -> BatchSource | None:
+        """Return the source of the rows, which reads each microbatch once where an update's are counted or looked at ahead."""
+        executor, source = self.executor, self.window.batches
+        ahead = executor.model.loss_weight is not None or any(weights.lookups for weights in executor.weights.values())
+        if source is None or self.program.forward_only or not ahead:
+            return source
+        return KeptBatches(source, num_kept=_KEPT_UPDATES * self.program.num_microbatches)
 
     def run(self, steps: Sequence[Step]) -> WindowReport:
         run_step: dict[type[Step], Callable[[Any], None]] = {

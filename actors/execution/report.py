@@ -88,6 +88,7 @@ class WindowReport:
     Attributes:
         began_s: Time of `time.time` at which the first item began.
         losses: Mean loss of each microbatch over the rows of this device.
+        loss_weights: What each of these losses counts for: its number of rows, or the model's `loss_weight`.
         norms: Gradient norm of each update: over all stages if the update's scope is global, else over this device's primary stages.
         peak_memory_bytes: Most memory held; `None` if unknown.
     """
@@ -96,7 +97,7 @@ class WindowReport:
     began_s: float
     log: SpanLog = field(default_factory=SpanLog)
     losses: dict[int, float] = field(default_factory=dict)
-    num_rows: dict[int, int] = field(default_factory=dict)
+    loss_weights: dict[int, float] = field(default_factory=dict)
     norms: dict[int, float] = field(default_factory=dict)
     outputs: dict[int, Tensor] = field(default_factory=dict)
     peak_memory_bytes: int | None = None
@@ -113,11 +114,10 @@ def norms_of(reports: Sequence[WindowReport], *, scope: UpdateScope) -> dict[int
 
 
 def mean_losses(reports: Sequence[WindowReport], *, num_microbatches: int) -> list[float]:
-    """Return the loss of each update: the mean over the rows of its microbatches."""
-    sums: dict[int, tuple[float, int]] = {}
-    for report in reports:
-        for index, loss in report.losses.items():
-            total, rows = sums.get(index, (0.0, 0))
-            sums[index] = (total + loss * report.num_rows[index], rows + report.num_rows[index])
-    means = [total / rows for _, (total, rows) in sorted(sums.items())]
-    return [sum(means[first : first + num_microbatches]) / num_microbatches for first in range(0, len(means), num_microbatches)]
+    """Return the loss of each update: the mean over the rows of its microbatches by weight; `nan` where none counts."""
+    parts = sorted((index, loss, report.loss_weights[index]) for report in reports for index, loss in report.losses.items())
+    sums: dict[int, tuple[float, float]] = {}
+    for index, loss, weight in parts:
+        total, weights = sums.get(index // num_microbatches, (0.0, 0.0))
+        sums[index // num_microbatches] = (total + loss * weight, weights + weight)
+    return [total / weights if weights else math.nan for total, weights in sums.values()]

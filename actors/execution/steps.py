@@ -75,7 +75,7 @@ class BoundOp:
 
     Attributes:
         key: Stage, microbatch and part.
-        loss_weight: Factor of the rows' mean loss in the loss of the update.
+        loss_factor: Factor of the rows' mean loss in the loss of the update, where all rows count alike.
         recomputed: Whether the forward runs again before its backward; until then only its inputs are kept.
         constants: Outputs of a forward that must not require a gradient, because none is sent back for them.
     """
@@ -87,7 +87,7 @@ class BoundOp:
     rows: Rows
     first_row: int
     num_rows: int
-    loss_weight: float
+    loss_factor: float
     weights: Weights
     takes_loss: bool
     takes_batch: bool

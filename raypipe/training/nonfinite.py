@@ -75,8 +75,9 @@ def first_bad(result: WindowResult, schedule: Schedule, *, without: frozenset[in
             continue
         if not math.isfinite(loss):
             of_update = ((index, one) for report in result.reports for index, one in report.losses.items() if index // count == update)
-            microbatch = min((index % count for index, one in of_update if not math.isfinite(one)), default=0)
-            return update, f"the loss of microbatch {microbatch} is {loss}"
+            bad = [index % count for index, one in of_update if not math.isfinite(one)]
+            nothing = "it has no loss, because none of its rows counts: their `Model.loss_weight` is 0"
+            return update, f"the loss of microbatch {min(bad)} is {loss}" if bad else nothing
         if not math.isfinite(norms.get(update, 0.0)):
             return update, f"the norm of the gradient is {norms[update]}"
     return None

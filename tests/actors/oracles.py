@@ -99,9 +99,12 @@ def train_unsplit(
     losses = []
     for update in range(num_updates):
         total = 0.0
-        for number in range(num_microbatches):
-            batch = batches.batch(update * num_microbatches + number, (0.0, 1.0))
-            batch = {name: tensor.to(on or tensor.device) for name, tensor in batch.items()}
+        of_update = [batches.batch(update * num_microbatches + number, (0.0, 1.0)) for number in range(num_microbatches)]
+        weights = [float(model.loss_weight(batch)) if model.loss_weight else 1.0 for batch in of_update]
+        for on_host, weight in zip(of_update, weights, strict=True):
+            if not weight:
+                continue
+            batch = {name: tensor.to(on or tensor.device) for name, tensor in on_host.items()}
             values: dict[int, tuple[Tensor, ...]] = {}
             with autocast or nullcontext():
                 for index, (layer, module) in enumerate(zip(model.layers, modules, strict=True)):
@@ -109,8 +112,8 @@ def train_unsplit(
                     given = module(*inputs, *(batch[field] for field in layer.batch))
                     values[index] = given if isinstance(given, tuple) else (given,)
                 loss = model.loss(values[len(modules) - 1][0], batch)
-            (loss / num_microbatches).backward()  # type: ignore[no-untyped-call]
-            total += loss.item()
+            (loss * weight / sum(weights)).backward()  # type: ignore[no-untyped-call]
+            total += loss.item() * weight
         found = [
             torch.nn.utils.clip_grad_norm_(group, max_grad_norm)
             for group in (clipped_together(modules) if clipped_together else [list(modules.parameters())])
@@ -118,7 +121,7 @@ def train_unsplit(
         norms.append(math.hypot(*map(float, found)))
         stepped.step()
         stepped.zero_grad()
-        losses.append(total / num_microbatches)
+        losses.append(total / sum(weights))
     return Trained(losses, [[weight.detach() for weight in module.parameters()] for module in modules], norms)
 
 
@@ -292,7 +295,7 @@ class HandPipeline:
             return
         self.outputs[op.stage, op.index] = y
         if op.stage == self.schedule.num_stages - 1:
-            self.losses[op.index] = float(((y - self._batch(op, "targets")) ** 2).mean())
+            self.losses[op.index] = self._loss(op, y)
 
     def _backward(self, op: Op, worker: int) -> None:
         version = self._version(op, worker)
@@ -300,8 +303,7 @@ class HandPipeline:
         layer = self.history[op.stage][self._read_by_backward(version, of_forward)]
         self.mismatches[op.index] = max(self.mismatches.get(op.index, 0), version - of_forward)
         if op.stage == self.schedule.num_stages - 1:
-            targets = self._batch(op, "targets")
-            gradient = (y - targets) * (2 / (NUM_ROWS * targets.shape[1]) / self.schedule.num_microbatches)
+            gradient = self._loss_gradient(op, y)
         else:
             gradient = sum(self.input_gradients[op.stage, target, op.index] for target in self.schedule.graph.successors[op.stage])
         of_inputs, *parts = self._gradients(layer, x, y, gradient)
@@ -326,6 +328,13 @@ class HandPipeline:
 
     # Arithmetic
 
+    def _loss(self, op: Op, y: Any) -> float:
+        return float(((y - self._batch(op, "targets")) ** 2).mean())
+
+    def _loss_gradient(self, op: Op, y: Any) -> Any:
+        targets = self._batch(op, "targets")
+        return (y - targets) * (2 / (NUM_ROWS * targets.shape[1]) / self.schedule.num_microbatches)
+
     def _array(self, tensor: Tensor) -> Any:
         return tensor.numpy()
 
@@ -347,9 +356,11 @@ class HandPipeline:
         return now
 
 
-def run_beside_hand(model: Model, cut: Cut, schedule: Schedule) -> tuple[LocalPipeline, HandPipeline]:
+def run_beside_hand(
+    model: Model, cut: Cut, schedule: Schedule, *, batches: Any = None, kind: type[HandPipeline] = HandPipeline
+) -> tuple[LocalPipeline, HandPipeline]:
     """Returns a pipeline and one by hand after a window, whose losses and weights agreed to 1e-12."""
-    batches = RandomRows(tuple(dict.fromkeys([*(field for layer in model.layers for field in layer.batch), "targets"])))
+    batches = batches or RandomRows(tuple(dict.fromkeys([*(field for layer in model.layers for field in layer.batch), "targets"])))
     run = LocalPipeline(
         model,
         cut=cut,
@@ -358,7 +369,7 @@ def run_beside_hand(model: Model, cut: Cut, schedule: Schedule) -> tuple[LocalPi
         optimizer=lambda weights: torch.optim.SGD(weights, lr=0.1),
         learning_rate=lambda _: 0.1,
     )
-    by_hand = HandPipeline(model, schedule, batches, learning_rate=0.1, cut=cut)
+    by_hand = kind(model, schedule, batches, learning_rate=0.1, cut=cut)
     by_hand.run()
     losses: dict[int, float] = {}
     for report in run.run_window():
