@@ -1,6 +1,6 @@
 """One run of a small GPT over four nodes that is struck again and again, and what that costs.
 
-    python benchmarks/chaos.py [--faults N] [--seed S] [--json FILE]          (as root, with iproute2)
+    python benchmarks/chaos.py [--faults N] [--calm SECONDS] [--seed S] [--json FILE]          (as root, with iproute2)
 
 Ray nodes in network namespaces, one stage each. In turn, at random moments and places:
 
@@ -53,7 +53,7 @@ LOSSES = {"kill", "stop", "crash"}  # of processes, which every run misses soone
 KINDS = ("kill", "stop", "crash", "cut", "sever", "disk", "driver")
 NUM_NODES = 4
 NUM_UPDATES = 1_000_000  # never reached: the rate depends on it
-CALM_S = 6.0  # of undisturbed training between two faults, at least
+SPREAD_S = 4.0  # by which the calm between two faults differs
 AWAY_S = 10.0
 CUT_S = 20.0
 PATIENCE_S = 180.0
@@ -162,8 +162,8 @@ def stage_processes(machines: Cluster, node: int) -> list[int]:
 class Chaos:
     """Strikes a run, and mends what it broke."""
 
-    def __init__(self, machines: Cluster, run: Run, storage: Path, *, seed: int) -> None:
-        self.machines, self.run, self.storage = machines, run, storage
+    def __init__(self, machines: Cluster, run: Run, storage: Path, *, seed: int, calm_s: float) -> None:
+        self.machines, self.run, self.storage, self.calm_s = machines, run, storage, calm_s
         self.chance = random.Random(seed)
         self.struck: list[Struck] = []
 
@@ -171,7 +171,7 @@ class Chaos:
         """Strike once, and go on when the run does."""
         run, chance = self.run, self.chance
         node, others = chance.randrange(NUM_NODES), chance.sample(range(1, NUM_NODES), 2)
-        wait_s = CALM_S + chance.uniform(0.0, 4.0)
+        wait_s = self.calm_s + chance.uniform(0.0, SPREAD_S)
         run.watch(seconds=wait_s)
         # The head of the cluster and the driver are on node 0.
         place = {"kill": node, "stop": node, "crash": others[0], "cut": others[0]}.get(kind)
@@ -279,7 +279,7 @@ def losses_of(storage: Path) -> list[float]:
 
 
 def run_with_faults(
-    mode: str, folder: Path, tokens: Path, plan: Path, kinds: list[str], *, seed: int
+    mode: str, folder: Path, tokens: Path, plan: Path, kinds: list[str], *, seed: int, calm_s: float
 ) -> tuple[dict[str, Any], list[float]]:
     """Strike a run; return its figures, and its losses."""
     with small_disk(folder / mode) as storage, cluster(nodes=NUM_NODES, cpus_per_node=1) as machines:
@@ -289,11 +289,11 @@ def run_with_faults(
             run.watch(seconds=PATIENCE_S, until=run.has_done(5))
             run.watch(seconds=10.0)
             update_s = statistics.median(seconds for _, _, seconds in run.updates[1:])
-            chaos = Chaos(machines, run, storage, seed=seed)
+            chaos = Chaos(machines, run, storage, seed=seed, calm_s=calm_s)
             (begin_s, first, _) = run.updates[-1]
             for kind in kinds:
                 chaos.strike(kind)
-            run.watch(seconds=CALM_S)
+            run.watch(seconds=calm_s)
             end_s, last, _ = run.updates[-1]
         finally:
             run.end()
@@ -328,6 +328,7 @@ def main() -> None:
     """Prints the tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--faults", type=int, default=100)
+    parser.add_argument("--calm", type=float, default=6.0, help="seconds of undisturbed training before each fault, at least")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--modes", nargs="+", default=["recover", "restart"])
     parser.add_argument("--json", help="file for all values")
@@ -343,7 +344,7 @@ def main() -> None:
         for mode in arguments.modes:
             # Who does not plan anew cannot do without a link.
             struck = [*kinds, "link"] if mode == "recover" else kinds
-            found[mode] = run_with_faults(mode, folder, tokens, plan, struck, seed=arguments.seed)
+            found[mode] = run_with_faults(mode, folder, tokens, plan, struck, seed=arguments.seed, calm_s=arguments.calm)
         calm, _ = calm_losses(folder, tokens, num_updates=max(len(losses) for _, losses in found.values()), plan=plan)
     rows, document = [], []
     for mode, (figures, losses) in found.items():
@@ -356,6 +357,7 @@ def main() -> None:
             "updates": str(figures["updates"]),
             "goodput": f"{figures['goodput']:.2f}",
             "time lost": f"{1 - figures['goodput']:.2f}",
+            "a fault": f"{(1 - figures['goodput']) * figures['seconds'] / figures['faults']:.1f} s",
             "equal to the last bit": f"{figures['equal_bits']} of {len(differences)}",
             "largest difference": f"{figures['largest_difference']:.1e}",
         })

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import math
 import time
@@ -192,14 +193,21 @@ class Recovery:
         coordinator, before, whole = self.coordinator, self.strategy, self._first
         topology, gone = whole.plan.topology, coordinator.actors.gone
         for nodes in self._cut_links:
-            there = [number for number, member in enumerate(coordinator.actors.launched) if member.slot.node.node_id in nodes]
-            names = {topology.node_of(whole.launched[number]).name for number in there}
-            if len(names) == 2:
-                topology = topology.without_link(*sorted(names))
+            one, other = (self._names_on(node_id) for node_id in sorted(nodes))
+            for pair in itertools.product(one - other, other - one):
+                topology = topology.without_link(*pair)
         strategy = AdaptiveStrategy(before.config, before.model, window_sizes=before.schedules, start=whole, can_divide=False)
         strategy.prepare_without(coordinator, topology, lost=gone, notice=self.record.listener.notice)
         left = len(whole.launched) - len(gone)
         self.adopt(strategy, update, f"{left} of {len(whole.launched)} devices are left" if gone else "a link is lost")
+
+    def _names_on(self, node_id: str) -> set[str]:
+        """Return which nodes of the first plan's topology the devices on a node stand for: those that have moved for their old one."""
+        whole = self._first
+        launched = enumerate(self.coordinator.actors.launched)
+        return {
+            whole.plan.topology.node_of(whole.launched[number]).name for number, member in launched if member.slot.node.node_id == node_id
+        }
 
     # Devices that come back
 
