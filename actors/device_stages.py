@@ -38,7 +38,7 @@ class DeviceStages:
         self._sources: dict[str, BatchSource] = {}
         indices = {index for stage in stages for index in order.cut.stages[stage]}
         # The loss is taken behind the last layer.
-        self._reads_rows = len(self.model.layers) - 1 in indices or any(self.model.layers[index].batch for index in indices)
+        self._reads_rows = len(self.model.layers) - 1 in indices or any(self.model.layers[index].takes_batch for index in indices)
 
     def rows(self, split: str) -> BatchSource | None:
         """Return the rows of a split; `None` where the stages read none, because the file may be missing on this node."""
@@ -74,6 +74,8 @@ class DeviceStages:
         """Return what a stage gives, from what the stages before it give; prepare its weights for the precision of the run."""
         weights = self.weights[stage]
         batch = self.sample() if weights.module.takes_batch else {}
+        if batch:
+            self.model.check_fields(batch, where="a batch")
         return prepare(weights, made, batch, num_rows=self.order.num_rows)
 
     # Layers on disk

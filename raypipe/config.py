@@ -50,7 +50,8 @@ class ModelConfig:
     """The model.
 
     Attributes:
-        function: `module:function`, or `path/to/file.py:function`; called with the options, it returns a `raypipe.model.Model`.
+        function: `module:function`, or `path/to/file.py:function`; called with the options, it returns a `raypipe.model.Model`. Or
+            `hf:PATH` for a language model of Hugging Face: a folder or a name on the Hub.
         options: Keyword arguments of the function.
         precision: Precision of forwards and backwards.
         compile: Whether each layer goes through `torch.compile`; layers of one class and shape are compiled once.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from graphlib import CycleError, TopologicalSorter
@@ -36,6 +36,7 @@ class Layer:
         inputs: Layers whose outputs the module takes, in this order; `None` for the previous layer in the list, or of the same branch.
             All tensors of a tuple are passed on.
         batch: Fields of the batch that the module takes after its inputs.
+        batch_if_present: Fields that the module takes by name, from batches that have them.
         branch: Name of the branch that the layer belongs to; `None` for a layer of no branch, such as one in which branches meet.
         gradients_vary: Whether its outputs have gradients, or later layers return gradients of them, in some microbatches only. Stages
             then always exchange such gradients, as zeros where there are none.
@@ -51,6 +52,12 @@ class Layer:
     branch: str | None = None
     gradients_vary: bool = False
     looked_up: Mapping[str, Callable[..., Tensor]] = field(default_factory=dict, hash=False)
+    batch_if_present: tuple[str, ...] = ()
+
+    @property
+    def takes_batch(self) -> bool:
+        """Return whether the module takes fields of the batch."""
+        return bool(self.batch or self.batch_if_present)
 
 
 @dataclass(frozen=True)
@@ -69,6 +76,9 @@ class Model:
             of targets that are not ignored. `loss` is then the mean over what counts, and the loss of an update is
             sum(weight * loss) / sum(weight) over its microbatches and their rows, however these are divided. Rows of weight 0 are left
             out. `None` where each row counts for 1.
+        vocabulary_size: Number of tokens that the model knows, if it reads tokens; data with more is refused.
+        needs: For each thing that batches must have, the fields any of which will do, such as `(("labels", "targets"),)`, beside the
+            fields that `Layer.batch` names.
 
     Raises:
         ConfigError: Names repeat, an input is unknown or later, layers take each other's outputs in a circle, a branch is in pieces,
@@ -81,6 +91,8 @@ class Model:
     ties: tuple[Tie, ...] = ()
     loss_couples_rows: bool = False
     loss_weight: Callable[[Batch], Tensor] | None = None
+    vocabulary_size: int | None = None
+    needs: tuple[tuple[str, ...], ...] = ()
 
     def __post_init__(self) -> None:
         if not self.layers:
@@ -146,6 +158,17 @@ class Model:
                 if (layer, weight) in seen:
                     raise ConfigError(f"the weight {weight!r} of layer {layer!r} is tied twice; write one tie with all that share it")
                 seen.add((layer, weight))
+
+    def check_fields(self, fields: Collection[str], *, where: str) -> None:
+        """Refuse batches that lack a field that the model needs; `where` says which batches these are.
+
+        Raises:
+            ConfigError: Names the field and what there is.
+        """
+        for choices in self.needs:
+            if not any(name in fields for name in choices):
+                has = ", ".join(sorted(fields)) or "none"
+                raise ConfigError(f"the model needs the field {' or '.join(map(repr, choices))}, but {where} has {has}; add the field")
 
     def tied_layers(self) -> tuple[tuple[int, ...], ...]:
         """Return the distinct layer indices of each tie, in its order."""

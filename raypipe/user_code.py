@@ -1,4 +1,4 @@
-"""The user's functions by name: `module:function` or `path/to/file.py:function`."""
+"""The user's functions by name: `module:function` or `path/to/file.py:function`; models of Hugging Face as `hf:PATH`."""
 
 from __future__ import annotations
 
@@ -9,20 +9,35 @@ import os
 import re
 import sys
 from collections.abc import Callable, Mapping
+from functools import partial
 from types import ModuleType
 from typing import Any
 
 from raypipe.errors import ConfigError, RaypipeError, suggestion
 from raypipe.model import Model, compiled
 
+HUGGING_FACE = "hf:"
+"""Begins the name of a model of Hugging Face: the folder or the name on the Hub follows."""
+_HUGGING_FACE_MODEL = "raypipe.models.huggingface.model:huggingface"
+
 
 def resolve(name: str) -> Callable[..., Any]:
     """Return the function that `model.function` names; raises as `named`."""
+    if name.startswith(HUGGING_FACE):
+        return partial(resolve(_HUGGING_FACE_MODEL), name.removeprefix(HUGGING_FACE))
     function = named(name, what="model.function", such_as="raypipe.models.gpt:gpt")
     if not callable(function):
         raise ConfigError(f"model.function {name!r}: expected a function, got {type(function).__name__}")
     resolved: Callable[..., Any] = function
     return resolved
+
+
+def located(function: str | Callable[..., Any]) -> str | Callable[..., Any]:
+    """Return a function's name with the absolute path of a folder `hf:FOLDER`, for processes that work elsewhere."""
+    if not isinstance(function, str) or not function.startswith(HUGGING_FACE):
+        return function
+    path = os.path.expanduser(function.removeprefix(HUGGING_FACE))
+    return HUGGING_FACE + os.path.abspath(path) if os.path.isdir(path) else function
 
 
 def named(name: str, *, what: str, such_as: str) -> object:
@@ -59,6 +74,7 @@ def _load_file(path: str) -> ModuleType:
 def make_model(function: str | Callable[..., Any], options: Mapping[str, Any], *, compile_layers: bool = False) -> Model:
     """Return the model that a function, or its name, describes; raise `ConfigError` if it fails or returns no `Model`."""
     call = resolve(function) if isinstance(function, str) else function
+    _check_options(function, call, options)
     try:
         model = call(**options)
     except RaypipeError:
@@ -69,6 +85,22 @@ def make_model(function: str | Callable[..., Any], options: Mapping[str, Any], *
     if not isinstance(model, Model):
         raise ConfigError(f"model.function {function!r} returned {type(model).__name__}, expected a raypipe.model.Model")
     return compiled(model) if compile_layers else model
+
+
+def _check_options(function: str | Callable[..., Model], call: Callable[..., Model], options: Mapping[str, Any]) -> None:
+    try:
+        parameters = inspect.signature(call).parameters.values()
+    except (TypeError, ValueError):  # some callables tell nothing of their arguments
+        return
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+        return
+    known = [parameter.name for parameter in parameters if parameter.kind in {parameter.KEYWORD_ONLY, parameter.POSITIONAL_OR_KEYWORD}]
+    for name in options:
+        if name not in known:
+            raise ConfigError(
+                f"model.options: {name_of(function)} got an unexpected keyword argument {name!r}{suggestion(name, known)}; it takes "
+                f"{', '.join(known) or 'none'}"
+            )
 
 
 def keyword(function: str | Callable[..., Any], options: Mapping[str, Any], name: str) -> object:

@@ -28,6 +28,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("cluster",),
     ("profiling",),
     ("training",),
+    ("hf",),
     ("cli", "__main__"),
 )
 FLOOR_OF = {unit: floor for floor, units in enumerate(FLOORS) for unit in units}
@@ -36,7 +37,7 @@ COMMAND_LINE = {"cli", "__main__"}
 
 # What needs a cluster or takes seconds to load; nothing outside of these folders may.
 HEAVY = {"ray", "torch", "cupy"}
-HEAVY_FOLDERS = {"models", "actors", "cluster", "profiling", "training"} | COMMAND_LINE
+HEAVY_FOLDERS = {"models", "actors", "cluster", "profiling", "training", "hf"} | COMMAND_LINE
 
 # Distributions that are not called like the module they hold. Pydantic requires pydantic_core in the one version that fits it.
 DISTRIBUTION_OF = {

@@ -49,8 +49,8 @@ class StageModule(nn.Module):
         tie_layers(model, {index: self.layers[str(index)] for index in self.indices}, seed=seed, on=on)
         self.shared = shared_weights(model, cut, self, self.indices, seed=seed) if stage in cut.graph.tie_of else ()
         self.borrowed = borrowed_weights(model, self, self.indices)
-        self._steps = [(index, self.layers[str(index)], self.inputs[index], self.specs[index].batch) for index in self.indices]
-        self.takes_batch = any(spec.batch for spec in self.specs.values())
+        self._steps = [(index, self.layers[str(index)], self.inputs[index], self.specs[index]) for index in self.indices]
+        self.takes_batch = any(spec.takes_batch for spec in self.specs.values())
         _check_state(self)
         # The first layer's outputs in the last forward, in a list: setting a module's attribute takes microseconds.
         self.first: list[tuple[Tensor, ...]] = [()]
@@ -64,12 +64,13 @@ class StageModule(nn.Module):
         """Return the outputs that other stages or the loss take."""
         values = dict(inputs)
         with GENERATOR_LOCK:
-            for index, module, sources, fields in self._steps:
+            for index, module, sources, spec in self._steps:
                 arguments = [tensor for source in sources for tensor in values[source]]
-                for field in fields:
+                for field in spec.batch:
                     arguments.append(batch[field])
+                optional = {field: batch[field] for field in spec.batch_if_present if field in batch}
                 self._seed(index, rng_key)
-                result = module(*arguments)
+                result = module(*arguments, **optional)
                 values[index] = result if isinstance(result, tuple) else (result,)
         self.first[0] = values[self.indices[0]]
         return {index: values[index] for index in self._leaving}

@@ -24,6 +24,7 @@ COMMANDS = (
     "drill",
     "top",
     "runs",
+    "export",
     "show",
     "calibrate",
     "data",

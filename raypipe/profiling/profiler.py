@@ -26,7 +26,7 @@ from raypipe.data.prepare import check_exists
 from raypipe.errors import ConfigError, PlanError
 from raypipe.model import Model
 from raypipe.simulation.cost import StageCost
-from raypipe.user_code import make_model
+from raypipe.user_code import located, make_model
 
 DEFAULT_KIND = "cpu"
 CAREFUL = Effort(passes=3)
@@ -112,7 +112,7 @@ def profile_model(
     names = [kind.name for kind in kinds]
     if repeated := {name for name in names if names.count(name) > 1}:
         raise ConfigError(f"the device kind {', '.join(sorted(repeated))} is given twice; name one device of each kind")
-    make = partial(make_model, config.model.function, config.model.options, compile_layers=config.model.compile)
+    make = partial(make_model, located(config.model.function), config.model.options, compile_layers=config.model.compile)
     model = make()
     data, seed, microbatch_size = config.data, config.run.seed, config.schedule.microbatch_size
     if batches is None:

@@ -251,6 +251,7 @@ def check_data(config: TrainConfig, model: Model, *, vocabulary_size: object) ->
     if holds_fields(data.path):
         for split in splits:
             fields = FieldDataset(data.path, seed=0, split=split).fields
+        model.check_fields(fields, where=data.path)
         for layer in model.layers:
             for name in layer.batch:
                 if name not in fields:
@@ -264,6 +265,11 @@ def check_data(config: TrainConfig, model: Model, *, vocabulary_size: object) ->
     if isinstance(vocabulary_size, int) and vocabulary_size < tokens.vocabulary_size:
         raise ConfigError(
             f"model.options.vocabulary_size is {vocabulary_size}, {data.path} has {tokens.vocabulary_size} different tokens; set it to that"
+        )
+    if model.vocabulary_size is not None and model.vocabulary_size < tokens.vocabulary_size:
+        raise ConfigError(
+            f"the model knows {model.vocabulary_size} tokens, {data.path} has {tokens.vocabulary_size} different ones; prepare it with the "
+            "model's own tokenizer: raypipe data prepare SOURCE --tokenizer tokenizer.json"
         )
     if config.run.sample_bytes and tokens.vocabulary_size != _NUM_BYTES:
         raise ConfigError(

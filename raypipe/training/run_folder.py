@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from raypipe.artifacts.checkpoint_files import FOLDER, INDEX, checkpoint_name, finished_folders, remove_checkpoint
-from raypipe.artifacts.storage import Storage
+from raypipe.artifacts.storage import Location, Storage
 from raypipe.artifacts.versions import versions
 from raypipe.config import TrainConfig, cache_folder
 from raypipe.errors import ConfigError, FormatError
@@ -89,6 +89,19 @@ class RunFolder:
         shutil.rmtree(records, ignore_errors=True)
         records.mkdir(parents=True)
         return cls(records, storage)
+
+    @classmethod
+    def open(cls, location: Location) -> RunFolder:
+        """Return the folder of a run at a path or URI, with its records on this machine.
+
+        Raises:
+            ConfigError: It is no folder of a run.
+        """
+        folder = cls._of(Storage.at(location, key="the run"))
+        folder.fetch()
+        if not folder.file(CONFIG).exists():
+            raise ConfigError(f"{folder.name} is no folder of a run: it has no {CONFIG}; name one below run.storage_path, such as runs/run")
+        return folder
 
     @classmethod
     def latest(cls, storage_path: str, name: str) -> RunFolder:

@@ -29,14 +29,14 @@ from raypipe.model import Model
 from raypipe.training.checks import with_plan
 from raypipe.training.fit import Fit
 from raypipe.training.result import Listener, Result, Resume, Silent
-from raypipe.user_code import name_of
+from raypipe.user_code import located, name_of
 
 
 class Trainer:
     """A model, its data, and how to train it.
 
     Args:
-        model: Function that returns a `raypipe.model.Model`, or its name, `module:function`.
+        model: Function that returns a `raypipe.model.Model`, or its name, `module:function`; or `hf:PATH` for a model of Hugging Face.
         model_options: Keyword arguments of the function.
         precision: Precision that the model computes in.
         compile_layers: Whether each layer goes through `torch.compile`.
@@ -81,7 +81,7 @@ class Trainer:
         plan: str | None = None,
         faults: FaultScript | None = None,
     ) -> None:
-        self.model_function = model
+        self.model_function = model = located(model)
         self.faults = faults or FaultScript()
         config = TrainConfig(
             model=ModelConfig(function=name_of(model), options=dict(model_options or {}), precision=precision, compile=compile_layers),

@@ -1,0 +1,1 @@
+"""Models of Hugging Face transformers as pipelines; needs the extra `hf`."""

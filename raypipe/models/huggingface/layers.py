@@ -1,0 +1,214 @@
+"""The modules of a pipeline's layers: a transformers model in which the modules of all other layers are passed by.
+
+Every layer runs the forward of the model itself, so masks, rotary embeddings, scalings and the head are the model's own::
+
+    whole model         embed_tokens -> layers.0 -> layers.1 -> layers.2 -> norm -> lm_head
+    layer "block-1"     (identity)   -> (entry)  -> layers.1 -> (passes) -> (identity)
+
+What the model computes before its first block is thrown away, and the input of the layer enters in its place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from raypipe.errors import ConfigError
+from raypipe.models.huggingface.lora import Lora
+from raypipe.models.huggingface.parts import EMBEDDING, HEAD, Parts
+from raypipe.models.huggingface.source import Source, library
+
+FIELDS = ("tokens", "input_ids", "attention_mask", "position_ids", "token_type_ids")
+"""Fields of a batch that a model takes if the batch has them; `tokens` are `input_ids` of token files."""
+_ATTRIBUTES_OF_TORCH = frozenset(nn.Module().__dict__)
+
+
+class _Absent(nn.Module):
+    """A module of another layer: returns its first argument, and answers for the attributes that the model reads of its blocks."""
+
+    def __init__(self, original: nn.Module) -> None:
+        super().__init__()
+        for name, value in original.__dict__.items():
+            if name not in _ATTRIBUTES_OF_TORCH and not isinstance(value, nn.Module | Tensor):
+                setattr(self, name, value)
+
+    def forward(self, *arguments: Any, **keywords: Any) -> Any:
+        return arguments[0] if arguments else next(value for value in keywords.values() if value is not None)
+
+
+class _AbsentEmbedding(nn.Module):
+    """An embedding of another layer, whose output is thrown away: passes embedded inputs on, and adds nothing for anything else."""
+
+    def forward(self, *arguments: Any, **keywords: Any) -> Any:
+        given = [*arguments, *keywords.values()]
+        return next((value for value in given if isinstance(value, Tensor) and value.is_floating_point()), torch.zeros(()))
+
+
+class _Constants:
+    """Rotary frequencies and the like, which stay as exact as they were computed, whatever precision the rest is in."""
+
+    def __init__(self, model: Any) -> None:
+        self._exact: dict[tuple[nn.Module, str], tuple[Tensor, int]] = {}
+        for name, buffer in model.named_non_persistent_buffers():
+            owner, _, attribute = name.rpartition(".")
+            if buffer.is_floating_point():
+                self._exact[model.get_submodule(owner), attribute] = buffer.detach().clone(), buffer._version
+
+    def restore(self) -> None:
+        """Give back their values to constants that were cast or written to; a model may replace them by others."""
+        for (owner, name), (exact, version) in self._exact.items():
+            buffer = getattr(owner, name)
+            if buffer.dtype != exact.dtype or buffer._version != version:
+                buffer.data = exact.to(buffer.device, copy=True)
+                self._exact[owner, name] = exact, buffer._version
+
+
+class HuggingFaceLayer(nn.Module):
+    """One layer of a transformers model; its weights have the names that they have in the whole model.
+
+    Args:
+        model: The model, in which modules of other layers are absent.
+        parts: Which modules belong to which layer.
+        layer: Name of the layer.
+    """
+
+    def __init__(self, model: Any, parts: Parts, layer: str) -> None:
+        super().__init__()
+        # The whole model is no child, so that names have no prefix; its children are, and are the very same modules.
+        self.__dict__["whole"] = model
+        self.base = parts.base
+        self.layer = layer
+        for name, child in model.named_children():
+            self.add_module(name, child)
+        self._entry: list[Tensor] = []
+        if layer != EMBEDDING:
+            first = model.get_submodule(f"{parts.blocks}.0")
+            first.register_forward_pre_hook(partial(_enter, self._entry), with_kwargs=True)
+        self._constants = _Constants(model)
+
+    def train(self, mode: bool = True) -> HuggingFaceLayer:
+        """Set the mode of the model, too."""
+        self.__dict__["whole"].training = mode
+        super().train(mode)
+        return self
+
+    def forward(self, *inputs: Tensor, **fields: Tensor) -> Tensor:
+        """Return the layer's output: hidden states [rows, positions, width], or of the head logits [rows, positions, vocabulary]."""
+        self._constants.restore()
+        tokens = fields.pop("tokens", None)
+        input_ids = fields.pop("input_ids", tokens)
+        model = self.__dict__["whole"]
+        if self.layer == EMBEDDING:
+            if input_ids is None:
+                raise ConfigError("the batch has neither the field 'input_ids' nor 'tokens'; a transformers model reads one of them")
+            hidden: Tensor = getattr(model, self.base)(input_ids=input_ids, **fields).last_hidden_state
+            return hidden
+        self._entry[:] = inputs
+        run = model if self.layer == HEAD else getattr(model, self.base)
+        result = run(inputs_embeds=inputs[0], **fields)
+        self._entry.clear()
+        output: Tensor = result.logits if self.layer == HEAD else result.last_hidden_state
+        return output
+
+
+def _enter(entry: list[Tensor], _: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> tuple[Any, Any]:
+    if arguments:
+        return (entry[0], *arguments[1:]), keywords
+    return arguments, keywords | {"hidden_states": entry[0]}
+
+
+@dataclass(frozen=True)
+class LayerMaker:
+    """Makes the module of a layer by its name, with its weights.
+
+    Only the weights of this layer are read, by the loader of transformers.
+
+    Attributes:
+        kind: Class of the whole model.
+        config: Its configuration.
+        parts: Which modules belong to which layer.
+        source: Where the weights are; `None` for random ones from torch's generator.
+        dtype: Type of the weights.
+        lora: Adapters to add.
+    """
+
+    kind: Any
+    config: Any
+    parts: Parts
+    source: Source | None
+    dtype: torch.dtype
+    lora: Lora | None
+
+    def __call__(self, layer: str) -> nn.Module:
+        """Return a new module.
+
+        Raises:
+            ConfigError: Weights are missing or of another shape.
+        """
+        kind, source = self.kind, self.source
+        namespace = {"__module__": kind.__module__, "__init__": _partial_init(kind, self.parts, layer)}
+        options: dict[str, Any] = {"state_dict": {}} if source is None else {"revision": source.revision, "ignore_mismatched_sizes": True}
+        with quiet(library()):
+            model, info = type(kind.__name__, (kind,), namespace).from_pretrained(
+                None if source is None else source.name, config=self.config, dtype=self.dtype, output_loading_info=True, **options
+            )
+        if source is not None:
+            _check_loaded(info, layer, source, tied=model.absent_ties)
+        if self.lora is not None:
+            self.lora.insert(model)
+        return HuggingFaceLayer(model, self.parts, layer)
+
+
+def _partial_init(kind: Any, parts: Parts, layer: str) -> Any:
+    """Return an `__init__` that makes a model of one layer; transformers calls it on the device `meta`."""
+
+    def init(self: Any, config: Any) -> None:
+        kind.__init__(self, config)
+        for name, owner in parts.modules():
+            if owner != layer:
+                parent, _, attribute = name.rpartition(".")
+                original = self.get_submodule(name)
+                setattr(self.get_submodule(parent), attribute, _AbsentEmbedding() if owner == EMBEDDING else _Absent(original))
+        names = {name for name, _ in self.named_parameters(remove_duplicate=False)}
+        ties = self.all_tied_weights_keys
+        self.all_tied_weights_keys = {target: origin for target, origin in ties.items() if {target, origin} <= names}
+        self.absent_ties = {target for target, origin in ties.items() if origin not in names}
+
+    return init
+
+
+def _check_loaded(info: Mapping[str, Any], layer: str, source: Source, *, tied: Collection[str]) -> None:
+    # A weight that is tied to one of another layer takes that one's values.
+    missing = sorted(name for name in info["missing_keys"] if name not in tied)
+    if missing:
+        raise ConfigError(
+            f"hf:{source.path} has no weights for {missing[0]!r} ({len(missing)} of layer {layer!r} are missing); are its files complete, "
+            "and of this model? Set model.options.weights to random to train from scratch"
+        )
+    if info["mismatched_keys"]:
+        name, there, here = min(info["mismatched_keys"])
+        raise ConfigError(
+            f"hf:{source.path} has {name!r} in the shape {list(there)}, but its configuration asks for {list(here)}; check "
+            "model.options.config"
+        )
+
+
+@contextmanager
+def quiet(transformers: Any) -> Iterator[None]:
+    """Keep transformers from telling, for every layer, that the weights of others are not used."""
+    logging = transformers.utils.logging
+    before, bar = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(before)
+        if bar:
+            logging.enable_progress_bar()

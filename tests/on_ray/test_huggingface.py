@@ -1,0 +1,58 @@
+"""A model of transformers trains on Ray actors as in one process, resumes, and is exported by the command."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from raypipe.cli import main
+from raypipe.config import OptimizerConfig, RunConfig, ScalingConfig, ScheduleConfig
+from raypipe.training.result import Result
+from raypipe.training.trainer import Trainer
+from tests.models.transformers_models import TextRows, save, small_config, train_with_transformers
+
+transformers = pytest.importorskip("transformers")
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(240), pytest.mark.filterwarnings("default")]
+
+LEARNING_RATE = 1e-2
+ADAMW = OptimizerConfig(
+    learning_rate=LEARNING_RATE, final_learning_rate=LEARNING_RATE, warmup_updates=0, beta2=0.999, weight_decay=0.0, max_grad_norm=None
+)
+
+
+def rows(split: str) -> TextRows:
+    return TextRows(padded=split == "train")
+
+
+def train(folder: str, runs: Path, *, num_updates: int, resume: bool = False) -> Result:
+    return Trainer(
+        f"hf:{folder}",
+        model_options={"dtype": "float64"},
+        batches=rows,
+        schedule_config=ScheduleConfig(name="zb-h1", num_microbatches=4, microbatch_size=2, updates_per_window=5),
+        optimizer_config=ADAMW,
+        scaling_config=ScalingConfig(num_devices=3),
+        run_config=RunConfig(name="hf", storage_path=str(runs), num_updates=num_updates),
+    ).fit(resume=resume)
+
+
+@pytest.mark.usefixtures("local_ray", "shared_actors")
+def test_ten_updates_of_a_resumed_run_equal_those_of_transformers_and_are_exported(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = save(small_config("gemma2", tie_word_embeddings=True, sliding_window=4), tmp_path / "model")
+    losses = list(train(folder, tmp_path / "runs", num_updates=5).losses)
+    losses += train(folder, tmp_path / "runs", num_updates=10, resume=True).losses
+    expected, weights = train_with_transformers(
+        folder, TextRows(padded=True), num_updates=10, num_microbatches=4, learning_rate=LEARNING_RATE, weight_decay=0.0
+    )
+    assert losses == pytest.approx(expected, abs=1e-10)
+    capsys.readouterr()
+    assert main(["export", str(tmp_path / "runs" / "hf"), "--to", str(tmp_path / "exported"), "--json"]) == 0
+    assert "model.safetensors" in json.loads(capsys.readouterr().out)["files"]
+    exported = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "exported", dtype=torch.float64).state_dict()
+    assert exported.keys() == weights.keys()
+    assert max(float((exported[name] - weights[name]).abs().max()) for name in weights) < 1e-8
