@@ -8,12 +8,17 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from raypipe.actors.stage.layers import build_layer
+from raypipe.config import DataConfig, ModelConfig, TrainConfig
+from raypipe.data.fields import Rows, write_rows
+from raypipe.data.prepare import prepare
 from raypipe.errors import ConfigError, InputError
 from raypipe.model import Model
+from raypipe.training.checks import check_data
 from raypipe.user_code import make_model
 from tests.models.transformers_models import save, small_config
 
@@ -111,3 +116,16 @@ make_model("hf:{folder}", {{}})
 """
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=50)
     assert "pip install 'raypipe[hf]'" in result.stderr
+
+
+def test_tokens_of_another_tokenizer_and_rows_without_labels_are_told_before_a_run_begins(folder: str, tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text("Many words, and a few more of them.\n" * 200)
+    tokens = prepare(str(tmp_path / "text.txt"), output=str(tmp_path / "bytes.parquet"), validation_fraction=0.1).path
+    config = TrainConfig(model=ModelConfig(function=f"hf:{folder}"), data=DataConfig(path=tokens, sequence_length=8))
+    with pytest.raises(ConfigError, match=r"knows 61 tokens, .* has 256 different ones; prepare it with the model's own tokenizer"):
+        check_data(config, model(folder), vocabulary_size=None)
+    rows = np.zeros((20, 8), dtype=np.int64)
+    write_rows(tmp_path / "rows.parquet", Rows({"input_ids": rows}, ["validation" if row % 2 else "train" for row in range(20)]))
+    config = TrainConfig(model=ModelConfig(function=f"hf:{folder}"), data=DataConfig(path=str(tmp_path / "rows.parquet")))
+    with pytest.raises(ConfigError, match=r"needs the field 'labels' or 'targets', but .*rows.parquet has input_ids"):
+        check_data(config, model(folder), vocabulary_size=None)

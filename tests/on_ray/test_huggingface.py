@@ -43,7 +43,8 @@ def train(folder: str, runs: Path, *, num_updates: int, resume: bool = False) ->
 def test_ten_updates_of_a_resumed_run_equal_those_of_transformers_and_are_exported(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    folder = save(small_config("gemma2", tie_word_embeddings=True, sliding_window=4), tmp_path / "model")
+    # One of the families that round nothing to float32, so that float64 can be compared to the last digits.
+    folder = save(small_config("phi", tie_word_embeddings=True), tmp_path / "model")
     losses = list(train(folder, tmp_path / "runs", num_updates=5).losses)
     losses += train(folder, tmp_path / "runs", num_updates=10, resume=True).losses
     expected, weights = train_with_transformers(

@@ -154,8 +154,9 @@ class LayerMaker:
         kind, source = self.kind, self.source
         namespace = {"__module__": kind.__module__, "__init__": _partial_init(kind, self.parts, layer)}
         options: dict[str, Any] = {"state_dict": {}} if source is None else {"revision": source.revision, "ignore_mismatched_sizes": True}
+        partly: Any = type(kind.__name__, (kind,), namespace)
         with quiet(library()):
-            model, info = type(kind.__name__, (kind,), namespace).from_pretrained(
+            model, info = partly.from_pretrained(
                 None if source is None else source.name, config=self.config, dtype=self.dtype, output_loading_info=True, **options
             )
         if source is not None:
