@@ -13,6 +13,7 @@ from raypipe.cli.interruption import EXIT_INTERRUPTED
 from raypipe.errors import InputError, RaypipeError, suggestion, visible
 
 COMMANDS = (
+    "init",
     "schedule",
     "schedules",
     "probe",
