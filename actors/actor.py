@@ -20,7 +20,9 @@ from raypipe.actors.execution.faults import CONNECT, SAVE
 from raypipe.actors.execution.report import ChunkLog, WindowReport
 from raypipe.actors.execution.steps import AwaitStep, ReceiveStep
 from raypipe.actors.measure.flows import Flow, FlowConnection, Readings
-from raypipe.actors.measure.layers import USUAL_EFFORT, Effort, LayerMeasurement, measure_layers, start_profiler
+from raypipe.actors.measure.layer_cache import LayerCache
+from raypipe.actors.measure.layer_costs import USUAL_EFFORT, Effort, LayerMeasurement
+from raypipe.actors.measure.layers import measure_layers, start_profiler
 from raypipe.actors.measure.links import Links
 from raypipe.actors.measure.memory import MemoryMeter, memory_meter
 from raypipe.actors.measure.metrics import StageMetrics
@@ -186,13 +188,18 @@ class StageActor:
         seed: int,
         effort: Effort = USUAL_EFFORT,
         precision: Precision = Precision.FLOAT32,
+        num_at_once: int = 1,
+        uses_cache: bool = False,
     ) -> list[LayerMeasurement]:
-        """Measure every layer of the model on this device."""
+        """Measure the layers of the model on this device, while `num_at_once` devices of its node do."""
         begin = self._activity.begin
         begin("measuring layers")
         batch = batches("train").batch(0, WHOLE)
         make = partial(build_optimizer, optimizer)
-        return measure_layers(model(), batch, optimizer=make, seed=seed, effort=effort, precision=precision, on=self._on, on_layer=begin)
+        cache = LayerCache(self._on, precision, optimizer.name, effort, num_at_once) if uses_cache else None
+        return measure_layers(
+            model(), batch, optimizer=make, seed=seed, effort=effort, precision=precision, on=self._on, on_layer=begin, cache=cache
+        )
 
     def probe_link(self, connection: FlowConnection, flow: Flow, *, host_ip: str) -> Readings:
         """Take part in measuring a link, over a channel of its own; return what this end noted, or raise `TransportError`."""

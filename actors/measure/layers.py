@@ -6,10 +6,11 @@ import dataclasses
 import math
 import os
 import statistics
+import time
 import weakref
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import KW_ONLY, dataclass, field
+from functools import cached_property, partial
 from itertools import accumulate
 from typing import TypeVar
 
@@ -17,6 +18,9 @@ import torch
 from torch import Tensor
 
 from raypipe.actors import devices
+from raypipe.actors.measure.alike import LayerKey, OperatorTrace, structure
+from raypipe.actors.measure.layer_cache import LayerCache
+from raypipe.actors.measure.layer_costs import LEAST_TIMED, SLOW_S, USUAL_EFFORT, Effort, LayerMeasurement
 from raypipe.actors.stage.backward import backward_full, backward_input
 from raypipe.actors.stage.gradient_flow import LayerOutput, StageOutputs, zero_inputs
 from raypipe.actors.stage.layers import RngKey
@@ -31,58 +35,6 @@ from raypipe.units import lower_quartile
 T = TypeVar("T")
 
 
-@dataclass(frozen=True)
-class LayerMeasurement:
-    """The cost of one layer for one microbatch. Seconds are lower quartiles.
-
-    Attributes:
-        weight_grad_s: Part of `backward_s` that can be deferred.
-        split_s: What input and weight gradient apart take beyond `backward_s`: the graph is walked twice, and less stays in caches.
-        saved_bytes: Bytes that autograd keeps for the backward, without weights.
-        weight_grad_saved_bytes: Bytes kept between input and weight gradient, with the gradients that W starts from.
-        parameter_bytes: Bytes of all weights as the optimizer steps them.
-        update_s: Seconds of the optimizer's step and of renewing lower-precision copies.
-        spread: Half the interquartile range of forward plus backward, divided by the median.
-        working_bytes: Peak beyond `saved_bytes`: outputs, gradients, one gradient of a weight before it is added.
-        input_grad_working_bytes: Peak of forward and input gradient beyond `saved_bytes`.
-        gradient_rows: Rows of the looked-up weights that the microbatch touches.
-        looked_up_rows: All rows of these weights; 0 where the layer looks none up.
-        looked_up_bytes: Their bytes as the optimizer steps them.
-    """
-
-    name: str
-    forward_s: float
-    backward_s: float
-    weight_grad_s: float
-    output_bytes: int
-    saved_bytes: int
-    weight_grad_saved_bytes: int
-    parameter_bytes: int
-    tied_bytes: int
-    update_s: float
-    spread: float
-    working_bytes: int
-    input_grad_working_bytes: int
-    low_precision_bytes: int = 0
-    frozen_bytes: int = 0
-    split_s: float = 0.0
-    gradient_rows: int = 0
-    looked_up_rows: int = 0
-    looked_up_bytes: int = 0
-
-
-@dataclass(frozen=True)
-class Effort:
-    """Timed runs of each layer in a pass, runs before these, and passes: disturbances seldom hit a layer in two passes."""
-
-    repeats: int = 7
-    warm_up: int = 2
-    passes: int = 1
-
-
-USUAL_EFFORT = Effort()  # about a second for a small model, so that it can precede every run
-
-
 def measure_layers(
     model: Model,
     batch: Batch,
@@ -93,26 +45,80 @@ def measure_layers(
     precision: Precision = Precision.FLOAT32,
     on: torch.device = devices.CPU,
     on_layer: Callable[[str], None] = lambda _: None,
+    cache: LayerCache | None = None,
 ) -> list[LayerMeasurement]:
-    """Measure every layer in order, on one microbatch; `on_layer` receives a text before each."""
+    """Measure the layers on one microbatch, one for all that are alike; `on_layer` receives a text before each step.
+
+    Layers that the cache knows are not measured, and it learns of those that are.
+    """
     batch = devices.upload(batch, on)
     model = loss_in_float32(model, precision)
-    untied = dataclasses.replace(model, ties=())  # initial values do not change the cost
-    cut = Cut(tuple((layer,) for layer in range(len(model.layers))), model.edges())
-    num_rows = len(next(iter(batch.values())))
-    samples = [_Samples() for _ in model.layers]
-    measurements: list[LayerMeasurement] = []
+    make = _Maker(model, optimizer, seed=seed, precision=precision, on=on)
+    outputs, keys = _compared(make, batch, on_layer)
+    first_of = {key: index for index, key in reversed(list(enumerate(keys)))}
+    measured = {key: known for key in first_of if cache is not None and (known := cache.get(key)) is not None}
+    unknown = {key: index for key, index in sorted(first_of.items(), key=lambda pair: pair[1]) if key not in measured}
+    samples = {key: _Samples() for key in unknown}
+    alike = f" different layers of {len(keys)}" if len(unknown) < len(keys) else ""
     for number in range(effort.passes):
         again = f", pass {number + 1} of {effort.passes}" if number else ""
-        outputs: dict[int, tuple[LayerOutput, ...]] = {}
-        measurements.clear()
-        for index in range(len(model.layers)):
-            on_layer(f"measuring layer {index + 1} of {len(model.layers)}{again}")
-            weights = build_stage(untied, cut, index, optimizer=optimizer, rule=WeightRule.FLUSH, seed=seed, precision=precision, on=on)
-            outputs |= prepare(weights, outputs, batch, num_rows=num_rows)
-            measurements.append(_Layer(model, weights, outputs, batch).measure(samples[index], effort))
+        for position, (key, index) in enumerate(unknown.items()):
+            on_layer(f"measuring layer {position + 1} of {len(unknown)}{alike}{again}")
+            weights = make.weights(index)
+            prepare(weights, outputs, batch, num_rows=make.num_rows(batch))
+            measured[key] = _Layer(model, weights, outputs, batch).measure(samples[key], effort)
+    if cache is not None:
+        for key in unknown:
+            cache.put(key, measured[key])
     devices.drop_fillers()
-    return measurements
+    return [dataclasses.replace(measured[key], name=layer.name) for key, layer in zip(keys, model.layers, strict=True)]
+
+
+@dataclass(frozen=True)
+class _Maker:
+    """Makes the stages of one layer each."""
+
+    model: Model
+    optimizer: Optimizer
+    _: KW_ONLY
+    seed: int
+    precision: Precision
+    on: torch.device
+
+    @cached_property
+    def _cut(self) -> Cut:
+        return Cut(tuple((layer,) for layer in range(len(self.model.layers))), self.model.edges())
+
+    def weights(self, index: int) -> Weights:
+        untied = dataclasses.replace(self.model, ties=())  # initial values do not change the cost
+        return build_stage(
+            untied,
+            self._cut,
+            index,
+            optimizer=self.optimizer,
+            rule=WeightRule.FLUSH,
+            seed=self.seed,
+            precision=self.precision,
+            on=self.on,
+        )
+
+    @staticmethod
+    def num_rows(batch: Batch) -> int:
+        return len(next(iter(batch.values())))
+
+
+def _compared(make: _Maker, batch: Batch, on_layer: Callable[[str], None]) -> tuple[dict[int, tuple[LayerOutput, ...]], list[LayerKey]]:
+    """Return what each layer passes on, and the key that it has in common with the layers that cost the same."""
+    outputs: dict[int, tuple[LayerOutput, ...]] = {}
+    keys: list[LayerKey] = []
+    for index in range(len(make.model.layers)):
+        on_layer(f"comparing layer {index + 1} of {len(make.model.layers)}")
+        weights, trace = make.weights(index), OperatorTrace()
+        built = structure(make.model, weights.module, outputs, batch)
+        with trace.recorded(weights.module):
+            outputs |= prepare(weights, outputs, batch, num_rows=make.num_rows(batch))
+        keys.append(LayerKey(built, trace.digest()) if built is not None else LayerKey("", str(index)))
+    return outputs, keys
 
 
 _NUM_CACHED = 2_000_000  # numbers that fill the caches of a core: 8 MB
@@ -155,10 +161,14 @@ class _Layer:
         self.filler = torch.empty(_NUM_CACHED if self.on.type == "cpu" else 0)
 
     def measure(self, samples: _Samples, effort: Effort) -> LayerMeasurement:
+        began_s = time.perf_counter()
         saved_bytes, weight_grad_saved_bytes = self._saved_bytes()
-        working_bytes, input_grad_working_bytes = (max(peak_bytes - saved_bytes, 0) for peak_bytes in self._peaks())
-        for repeat in range(effort.warm_up + effort.repeats):
-            self._run_once(samples if repeat >= effort.warm_up else _Samples())
+        if effort.estimates:
+            working_bytes = input_grad_working_bytes = self._least_working_bytes()
+            self._estimate(samples)
+        else:
+            working_bytes, input_grad_working_bytes = (max(peak_bytes - saved_bytes, 0) for peak_bytes in self._peaks())
+            self._time(samples, effort, warm_up=0 if time.perf_counter() - began_s > SLOW_S else effort.warm_up)
         backward_s, weight_grad_s = lower_quartile(samples.backward_s), lower_quartile(samples.weight_grad_s)
         frozen_bytes = sum(weight.nbytes for weight in self.module.parameters() if not weight.requires_grad)
         tables = self.weights.lookups.num_rows
@@ -184,6 +194,28 @@ class _Layer:
             looked_up_rows=sum(tables.values()),
             looked_up_bytes=sum(self.weights.masters[at].nbytes for at in tables),
         )
+
+    def _time(self, samples: _Samples, effort: Effort, *, warm_up: int) -> None:
+        for _ in range(warm_up):
+            self._run_once(_Samples())
+        until_s = time.perf_counter() + effort.most_s
+        for number in range(1, effort.repeats + 1):
+            self._run_once(samples)
+            if time.perf_counter() > until_s or (number >= LEAST_TIMED and samples.spread <= effort.spread):
+                return
+
+    def _estimate(self, samples: _Samples) -> None:
+        forward_s = self._forward()[2]
+        samples.forward_s.append(forward_s)
+        samples.backward_s.append(2 * forward_s)
+        samples.input_grad_s.append(forward_s)
+        samples.weight_grad_s.append(forward_s)
+        samples.update_s.append(0.0)
+        self.module.first[0] = ()
+
+    def _least_working_bytes(self) -> int:
+        outputs = sum(math.prod(output.spec.shape) * output.spec.dtype.itemsize for output in self.outputs)
+        return outputs + max((weight.nbytes for weight in self.module.parameters()), default=0)
 
     def _tied_bytes(self) -> int:
         layer = self.model.layers[self.index].name

@@ -77,6 +77,7 @@ class RunGauge(StrEnum):
     VALIDATION_LOSS = "validation_loss"
     GRADIENT_NORM = "gradient_norm"
     LEARNING_RATE = "learning_rate"
+    SAMPLES_PER_SECOND = "samples_per_second"
     TOKENS_PER_SECOND = "tokens_per_second"
     UPDATE_SECONDS = "update_seconds"
     UPDATE = "update"
@@ -90,6 +91,7 @@ class RunCounter(StrEnum):
     """Events of the whole run that the driver counts."""
 
     UPDATES = "updates"
+    SAMPLES = "samples"
     TOKENS = "tokens"
     SWITCHES = "switches"
     PATTERN_CHANGES = "pattern_changes"
@@ -102,7 +104,8 @@ _GAUGES = {
     RunGauge.VALIDATION_LOSS: "Loss of the last evaluation",
     RunGauge.GRADIENT_NORM: "Norm of the gradient over all stages at the last update, before it was clipped",
     RunGauge.LEARNING_RATE: "Learning rate of the last update",
-    RunGauge.TOKENS_PER_SECOND: "Tokens per second over the last window, or rows where the data has no tokens",
+    RunGauge.TOKENS_PER_SECOND: "Tokens per second over the last window; no series where the data has no tokens",
+    RunGauge.SAMPLES_PER_SECOND: "Rows of the data per second over the last window",
     RunGauge.UPDATE_SECONDS: "Seconds per update over the last window",
     RunGauge.UPDATE: "Number of the last update; it goes back where a run goes on from a checkpoint",
     RunGauge.PIPELINES: "Pipelines that run at once",
@@ -112,7 +115,8 @@ _GAUGES = {
 }
 _COUNTERS = {
     RunCounter.UPDATES: "Updates that this process has done",
-    RunCounter.TOKENS: "Tokens that this process has trained on, or rows where the data has no tokens",
+    RunCounter.TOKENS: "Tokens that this process has trained on; 0 where the data has no tokens",
+    RunCounter.SAMPLES: "Rows of the data that this process has trained on",
     RunCounter.SWITCHES: "Switches to another way to run",
     RunCounter.PATTERN_CHANGES: "Changes of the pattern of a sum",
     RunCounter.FAILURES: "Failures of devices, nodes and links",

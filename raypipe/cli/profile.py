@@ -227,7 +227,7 @@ def _measured(
     config: TrainConfig, device_kinds: str | None, *, repeats: int, passes: int, at_once: int, max_tensors: int | None
 ) -> _Result:
     with put_off():
-        from raypipe.actors.measure.layers import Effort  # noqa: PLC0415  # loads torch: not before the configuration is known to be good
+        from raypipe.actors.measure.layer_costs import Effort  # noqa: PLC0415  # loads torch: not before the configuration is known to be good
         from raypipe.profiling.profiler import DeviceKind, profile_model  # noqa: PLC0415
 
     logging.getLogger("ray").setLevel(logging.WARNING)

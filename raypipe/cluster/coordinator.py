@@ -9,7 +9,7 @@ from types import MappingProxyType
 from typing import Any
 
 from raypipe.actors.execution.batches import BatchSource
-from raypipe.actors.measure.layers import USUAL_EFFORT, Effort, LayerMeasurement
+from raypipe.actors.measure.layer_costs import USUAL_EFFORT, Effort, LayerMeasurement
 from raypipe.actors.orders import BatchFunction, BuildOrder, ConnectOrder, LayerSize, ModelFunction
 from raypipe.actors.stage.gradient_flow import EdgeSpecs, LayerOutput, edge_specs
 from raypipe.artifacts.cut import Cut
@@ -80,10 +80,23 @@ class Coordinator:
         effort: Effort = USUAL_EFFORT,
         precision: Precision = Precision.FLOAT32,
         notice: Callable[[str], None] = lambda _: None,
+        uses_cache: bool = False,
     ) -> list[list[LayerMeasurement]]:
-        """Return the costs of layers, by device and layer; the first devices measure at the same time."""
+        """Return the costs of layers, by device and layer; the first devices measure at the same time.
+
+        With the cache, layers that an earlier run measured on such a device are not measured again.
+        """
         calls = {
-            device: member.handle.measure.remote(model, batches, optimizer=optimizer, seed=seed, effort=effort, precision=precision)
+            device: member.handle.measure.remote(
+                model,
+                batches,
+                optimizer=optimizer,
+                seed=seed,
+                effort=effort,
+                precision=precision,
+                num_at_once=num_devices,
+                uses_cache=uses_cache,
+            )
             for device, member in enumerate(self.actors.members[:num_devices])
         }
         task = "measuring layers"

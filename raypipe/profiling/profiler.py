@@ -12,7 +12,7 @@ from itertools import pairwise
 from statistics import fmean
 
 from raypipe.actors.execution.batches import FileSource
-from raypipe.actors.measure.layers import Effort, LayerMeasurement
+from raypipe.actors.measure.layer_costs import Effort, LayerMeasurement
 from raypipe.actors.orders import BatchFunction, ModelFunction
 from raypipe.artifacts.cut import Cut
 from raypipe.artifacts.profile import LayerProfile, LayerTimes, ModelProfile, NamedEdge

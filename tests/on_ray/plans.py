@@ -8,7 +8,8 @@ from functools import partial
 import ray
 import torch
 
-from raypipe.actors.measure.layers import Effort, measure_layers
+from raypipe.actors.measure.layer_costs import Effort
+from raypipe.actors.measure.layers import measure_layers
 from raypipe.artifacts.cut import Cut
 from raypipe.artifacts.plan import Plan, Replica
 from raypipe.artifacts.profile import ModelProfile

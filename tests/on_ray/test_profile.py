@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from raypipe.actors.execution.batches import BatchSource, FixedBatch
-from raypipe.actors.measure.layers import Effort
+from raypipe.actors.measure.layer_costs import Effort
 from raypipe.artifacts.profile import ModelProfile
 from raypipe.cli import main
 from raypipe.config import ClusterConfig, DataConfig, ModelConfig, ScalingConfig, ScheduleConfig, TrainConfig

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from raypipe.actors.measure.layers import Effort, LayerMeasurement, measure_layers
+from raypipe.actors.measure.layer_costs import Effort, LayerMeasurement
+from raypipe.actors.measure.layers import measure_layers
 from raypipe.actors.stage.optimizers import build_optimizer
 from raypipe.artifacts.profile import LayerTimes
 from raypipe.config import DataConfig, ModelConfig, OptimizerConfig, TrainConfig

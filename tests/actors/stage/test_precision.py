@@ -15,7 +15,8 @@ from torch.nn import functional
 from raypipe.actors.execution.batches import BatchSource
 from raypipe.actors.execution.report import mean_losses
 from raypipe.actors.local import LocalPipeline
-from raypipe.actors.measure.layers import Effort, measure_layers
+from raypipe.actors.measure.layer_costs import Effort
+from raypipe.actors.measure.layers import measure_layers
 from raypipe.actors.stage.layers import RngKey
 from raypipe.actors.stage.module import StageModule
 from raypipe.actors.stage.precision import build_stage, prepare

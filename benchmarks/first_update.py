@@ -1,0 +1,113 @@
+"""How long the first update takes to come: a plain process that builds a model and steps once, against `raypipe`, both from their start.
+
+python benchmarks/first_update.py            # 135 M parameters in 30 equal blocks on 4 stages; some minutes
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+
+PLAIN = """
+import sys, time
+sys.path.insert(0, {examples!r})
+import torch
+from raypipe.models.gpt import cross_entropy
+from raypipe.user_code import make_model
+torch.set_num_threads({threads})
+model = make_model("llama:llama", {options!r})
+layers = [layer.build() for layer in model.layers]
+for tie in model.ties:
+    layers[-1].logits.weight = layers[0].token.weight
+weights = list(dict.fromkeys(weight for layer in layers for weight in layer.parameters()))
+optimizer = torch.optim.AdamW(weights, lr=1e-3)
+for number in range({microbatches}):
+    rows = torch.randint({vocabulary}, ({rows}, {length} + 1), generator=torch.Generator().manual_seed(number))
+    x = rows[:, :-1]
+    for layer in layers:
+        x = layer(x)
+    (cross_entropy(x, {{"targets": rows[:, 1:]}}) / {microbatches}).backward()
+torch.nn.utils.clip_grad_norm_(weights, 1.0)
+optimizer.step()
+"""
+
+RAYPIPE = """
+import sys, time
+sys.path.insert(0, {examples!r})
+import torch
+import raypipe
+
+class Rows:
+    def batch(self, microbatch, rows):
+        first, end = (round({rows} * share) for share in rows)
+        made = torch.randint({vocabulary}, ({rows}, {length} + 1), generator=torch.Generator().manual_seed(microbatch))[first:end]
+        return {{"tokens": made[:, :-1].contiguous(), "targets": made[:, 1:].contiguous()}}
+
+class First(raypipe.Callback):
+    def on_notice(self, text):
+        print(f"{{time.time() - {began!r}:6.1f} s  {{text}}", file=sys.stderr, flush=True)
+
+    def on_window(self, run, window):
+        print(time.time() - {began!r}, window.loss, flush=True)
+        run.stop("that was it")
+
+raypipe.Trainer(
+    "llama:llama",
+    model_options={options!r},
+    batches=lambda split: Rows(),
+    schedule_config=raypipe.ScheduleConfig(num_microbatches={microbatches}, microbatch_size={rows}, updates_per_window=1),
+    scaling_config=raypipe.ScalingConfig(num_devices={devices}, profile={profile!r}),
+    run_config=raypipe.RunConfig(storage_path={storage!r}, num_updates=2, checkpoint_every_s=0.0, show_progress=False),
+    callbacks=[First()],
+).fit()
+"""
+
+
+def main() -> None:
+    """Measure both, and print seconds and their ratio."""
+    parser = argparse.ArgumentParser(description="Seconds until the first update.")
+    parser.add_argument("--num-layers", type=int, default=30)
+    parser.add_argument("--d-model", type=int, default=576)
+    parser.add_argument("--vocabulary", type=int, default=49_152)
+    parser.add_argument("--microbatches", type=int, default=8)
+    parser.add_argument("--rows", type=int, default=1)
+    parser.add_argument("--length", type=int, default=256)
+    parser.add_argument("--devices", type=int, default=4)
+    arguments = parser.parse_args()
+    options = {
+        "vocabulary_size": arguments.vocabulary,
+        "num_layers": arguments.num_layers,
+        "d_model": arguments.d_model,
+        "num_heads": 9,
+        "num_groups": 3,
+        "d_hidden": arguments.d_model * 8 // 3,
+    }
+    sizes = {name: getattr(arguments, name) for name in ("vocabulary", "microbatches", "rows", "length", "devices")}
+    common = {"examples": str(ROOT / "examples"), "options": options, "threads": os.cpu_count(), **sizes}
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ["XDG_CACHE_HOME"] = folder
+        began = time.time()
+        subprocess.run([sys.executable, "-c", PLAIN.format(**common)], check=True)
+        plain_s = time.time() - began
+        print(f"plain process: {plain_s:.1f} s", flush=True)
+        results = {"plain_s": plain_s}
+        for name, profile in (("first run", None), ("second run, layers known", None), ("estimated", "estimated")):
+            began = time.time()
+            code = RAYPIPE.format(**common, began=began, profile=profile, storage=str(Path(folder, "runs")))
+            output = subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.PIPE, text=True).stdout
+            taken_s, loss = map(float, output.split()[:2])
+            results[name] = taken_s
+            print(f"raypipe, {name}: {taken_s:.1f} s, {taken_s / plain_s:.2f} times the plain process (loss {loss:.3f})", flush=True)
+        print(json.dumps(results))
+
+
+if __name__ == "__main__":
+    main()
