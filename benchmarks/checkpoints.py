@@ -28,6 +28,8 @@ from pathlib import Path
 from rounds import Summary, in_rounds, print_table, write_json
 
 from raypipe.actors.stage.checkpoint import Checkpoint
+from raypipe.callbacks.base import Callback
+from raypipe.callbacks.group import CallbackGroup
 from raypipe.config import DataConfig, ModelConfig, RunConfig, ScalingConfig, ScheduleConfig, TrainConfig
 from raypipe.training.fit import Fit
 from raypipe.training.trainer import Trainer
@@ -59,7 +61,7 @@ class Measured(Fit):
     results: Results
 
     def _train(self) -> Checkpoint:
-        self.listener.notice("measuring")
+        self.notice("measuring")
         size_of_window = self.config.schedule.updates_per_window
         done = 0
 
@@ -98,15 +100,12 @@ class Done(Exception):  # noqa: N818  # the end of the measurement
     """All rounds are measured."""
 
 
-class Printed:
+class Printed(Callback):
     """Prints what the run says."""
 
-    def notice(self, text: str) -> None:
+    def on_notice(self, text: str) -> None:
         """Print a line."""
         print(text, flush=True)
-
-    def progress(self, progress: object) -> None:
-        """Ignore the state after a window."""
 
 
 def processors_s() -> float:
@@ -160,7 +159,7 @@ def main() -> None:
             batches=trainer.batches,
             plan=None,
             faults=trainer.faults,
-            listener=Printed(),
+            callbacks=CallbackGroup([Printed()]),
             resume=False,
         )
         run.num_rounds, run.results = arguments.rounds, results

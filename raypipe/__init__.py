@@ -13,8 +13,10 @@ if TYPE_CHECKING:
     from raypipe.artifacts.profile import ModelProfile
     from raypipe.artifacts.topology import ClusterTopology
     from raypipe.artifacts.trace import Trace
+    from raypipe.callbacks.base import Callback
     from raypipe.config import (
         AdaptationConfig,
+        CallbackConfig,
         ClusterConfig,
         CommunicationConfig,
         DataConfig,
@@ -44,6 +46,8 @@ _HOME = {
     "plan": "planning.plan",
     "simulate": "simulation.simulator",
     "AdaptationConfig": "config",
+    "Callback": "callbacks.base",
+    "CallbackConfig": "config",
     "ClusterConfig": "config",
     "CommunicationConfig": "config",
     "DataConfig": "config",
@@ -62,6 +66,8 @@ _HOME = {
 
 __all__ = [
     "AdaptationConfig",
+    "Callback",
+    "CallbackConfig",
     "ClusterConfig",
     "ClusterTopology",
     "CommunicationConfig",

@@ -10,7 +10,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import BeforeValidator, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from raypipe.artifacts import codec
 from raypipe.artifacts.files import read_text, write_text
@@ -213,6 +213,9 @@ class ScalingConfig:
         shard_optimizer: Whether the copies of a stage, in several pipelines or on the devices of one worker, divide the optimizer's state:
             each gets the summed gradients of some weights, updates these and sends them to the others (ZeRO stage 1). Otherwise all copies
             update all weights. A run says if each stage is on one device only, where this changes nothing.
+        profile: Where the costs of layers come from: a `raypipe.model_profile/1` file, `measured` on the run's devices, or `estimated` by
+            one forward of each. Left out, they are measured, but for layers that an earlier run measured on such a device. Of equal layers
+            one is measured for all.
         measure_layers: Whether layers are measured even if a plan brings its profile; this changes predictions, not the plan.
     """
 
@@ -228,11 +231,14 @@ class ScalingConfig:
     transport: Transport = Transport.AUTO
     calibration: str | None = None
     shard_optimizer: bool = False
+    profile: str | None = None
     measure_layers: bool = False
 
 
 AUTO = "auto"
 """Schedule name with which raypipe chooses the schedule."""
+MEASURED, ESTIMATED = "measured", "estimated"
+"""Values of `scaling.profile` beside files."""
 
 
 @record()
@@ -349,6 +355,7 @@ class RunConfig:
             from the copy of the state before it, and needs `failure.max_failures`.
         sample_bytes: Bytes of text to generate at the end, for models of bytes; 0 for none.
         sample_prompt: Beginning of the generated text.
+        show_progress: Whether the run shows what it does on stderr: a bar on a terminal, else plain lines.
     """
 
     name: str = "run"
@@ -365,12 +372,31 @@ class RunConfig:
     on_nonfinite: OnNonFinite = OnNonFinite.STOP
     sample_bytes: NonNegativeInt = 0
     sample_prompt: str = ""
+    show_progress: bool = True
 
     def __post_init__(self) -> None:
         if not self.name or self.name != os.path.basename(self.name) or self.name in {".", ".."}:
             raise invalid(self, "name", f"expected a name for a folder, got {self.name!r}")
         if not self.name.isprintable():
             raise invalid(self, "name", f"expected a name without control characters, got {self.name!r}")
+
+
+@record()
+class CallbackConfig:
+    """What receives the events of a run; a name alone stands for one without options.
+
+    Attributes:
+        name: `progress`, `tensorboard`, `wandb`, `mlflow`, `csv`, `parquet`, `early-stopping`, or a class of your own that extends
+            `raypipe.Callback`: `module:Class` or `path/to/file.py:Class`.
+        options: Keyword arguments of the class.
+    """
+
+    name: str
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+def _callback(given: Any) -> Any:
+    return {"name": given} if isinstance(given, str) else given
 
 
 @record()
@@ -388,6 +414,7 @@ class TrainConfig:
         adaptation: Whether and when the run changes its plan.
         communication: What devices sum and send each other.
         failure: What the run does about failures.
+        callbacks: What receives the events of the run.
         plan: `raypipe.plan/1` file. Stages, devices, schedule, microbatches and their size are then those of the plan. The keys of
             `schedule` and `scaling` that it decides may be left out; a value that is neither the default nor the plan's is refused.
     """
@@ -402,6 +429,7 @@ class TrainConfig:
     adaptation: AdaptationConfig = AdaptationConfig()
     communication: CommunicationConfig = CommunicationConfig()
     failure: FailureConfig = FailureConfig()
+    callbacks: tuple[Annotated[CallbackConfig, BeforeValidator(_callback)], ...] = ()
     plan: str | None = None
 
     def __post_init__(self) -> None:

@@ -19,6 +19,7 @@
         |-- StateLostError
         |-- NonFiniteError
         |-- RunTakenOverError
+        |-- CallbackError
         `-- AbortedError
 
 Pickle calls `type(error)(*error.args)`, so errors with more than a message define `__reduce__`.
@@ -152,6 +153,19 @@ class NonFiniteError(RunError):
 
 class RunTakenOverError(RunError):
     """Another process writes the folder of this run, as happens after this one was suspended for long."""
+
+
+class CallbackError(RunError):
+    """A callback raised an error in one of its methods."""
+
+    def __init__(self, callback: str, hook: str, problem: str) -> None:
+        self.callback = callback
+        self.hook = hook
+        self.problem = problem
+        super().__init__(f"callback {callback} failed in {hook}: {problem}")
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (type(self), (self.callback, self.hook, self.problem))
 
 
 class AbortedError(RunError):

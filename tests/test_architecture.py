@@ -26,7 +26,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("planning", "analysis"),
     ("show", "actors"),
     ("cluster",),
-    ("profiling",),
+    ("profiling", "callbacks"),
     ("training",),
     ("hf",),
     ("cli", "__main__"),
@@ -37,12 +37,13 @@ COMMAND_LINE = {"cli", "__main__"}
 
 # What needs a cluster or takes seconds to load; nothing outside of these folders may.
 HEAVY = {"ray", "torch", "cupy"}
-HEAVY_FOLDERS = {"models", "actors", "cluster", "profiling", "training", "hf"} | COMMAND_LINE
+HEAVY_FOLDERS = {"models", "actors", "cluster", "profiling", "callbacks", "training", "hf"} | COMMAND_LINE
 
 # Distributions that are not called like the module they hold. Pydantic requires pydantic_core in the one version that fits it.
 DISTRIBUTION_OF = {
     "PIL": "pillow",
     "cupy": "cupy-cuda12x",
+    "mlflow": "mlflow-skinny",
     "easy_vqa": "easy-vqa",
     "pydantic_core": "pydantic",
     "pynvml": "nvidia-ml-py",

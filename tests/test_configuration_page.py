@@ -68,10 +68,14 @@ def section(name: str, schema: dict[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
+PLAN = ("## `plan`\n", meanings(SCHEMA)["plan"])
+
+
 def page() -> str:
     """The whole page."""
-    parts = [section(name, resolved(field)) for name, field in SCHEMA["properties"].items() if name != "plan"]
-    return "\n".join([HEAD, *parts, "## `plan`\n", meanings(SCHEMA)["plan"]]) + "\n"
+    parts = [section(name, resolved(field)) for name, field in SCHEMA["properties"].items() if name not in {"callbacks", "plan"}]
+    callbacks = section("callbacks", resolved(SCHEMA["properties"]["callbacks"]["items"])).rstrip("\n")
+    return "\n".join([HEAD, *parts, callbacks, "\nA list of these. [Callbacks](callbacks.md) has the bundled ones.\n", *PLAN]) + "\n"
 
 
 def test_the_page_of_the_configuration_is_what_its_classes_say(request: pytest.FixtureRequest) -> None:

@@ -11,6 +11,7 @@ import pytest
 from raypipe import errors
 from raypipe.errors import (
     AbortedError,
+    CallbackError,
     ConfigError,
     FormatError,
     InputError,
@@ -50,6 +51,7 @@ EXAMPLES: tuple[RaypipeError, ...] = (
     StateLostError("taking layers over: no copy is left"),
     NonFiniteError("weight in layer-0000-a.safetensors is infinite or no number"),
     RunTakenOverError("runs/gpt: process 7 on host node-7 has taken over this run"),
+    CallbackError("MyCallback", "on_window", "ValueError: no"),
     AbortedError("stopped because device b:gpu1 failed"),
 )
 BY_CLASS = [pytest.param(error, id=type(error).__name__) for error in EXAMPLES]

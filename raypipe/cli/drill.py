@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import logging
+from contextlib import closing
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 import click
 from rich.console import Console
-from rich.live import Live
 
+from raypipe.callbacks.progress import Progress
 from raypipe.cli.options import example, json_option
 from raypipe.cli.screen import console as stdout_console
-from raypipe.cli.screen import print_json, progress_console
-from raypipe.cli.train import TrainScreen
+from raypipe.cli.screen import print_json
 from raypipe.cluster.signals import put_off
 from raypipe.config import TrainConfig
 from raypipe.units import counted
@@ -39,18 +39,17 @@ def drill(
     if not kills + stops + fails:
         raise click.UsageError("name at least one fault, such as --kill 1")
     loaded = TrainConfig.load(config, overrides=overrides)
-    console = progress_console()
-    screen = TrainScreen(console, loaded.run.num_updates)
-    with Live(screen, console=console, refresh_per_second=4, transient=True) if console.is_terminal else screen.alive():
-        screen.notice("loading torch and Ray")
+    with closing(Progress()) as progress:
+        progress.on_notice("loading torch and Ray")
         with put_off():
             # Loads them only once the configuration is known to be good.
             from raypipe.actors.execution.faults import FaultKind  # noqa: PLC0415
             from raypipe.training.drill import drill as run_drill  # noqa: PLC0415
 
         logging.getLogger("ray").setLevel(logging.WARNING)
+        progress.close()
         faults = {FaultKind.KILL: kills, FaultKind.STOP: stops, FaultKind.RAISE: fails}
-        found = run_drill(loaded, faults, listener=screen)
+        found = run_drill(loaded, faults)
     if as_json:
         recoveries = [asdict(failure) for failure in found.struck.recoveries]
         print_json({"recoveries": recoveries, "largest_loss_difference": found.largest_difference})

@@ -18,11 +18,12 @@ from raypipe.artifacts.topology import ClusterTopology
 from raypipe.cli.explain import Explanation
 from raypipe.cli.interruption import EXIT_INTERRUPTED, Interruption
 from raypipe.cli.options import COUNT, FiniteRange, check_output, example, json_option
-from raypipe.cli.screen import console, notice, print_json, progress_console
+from raypipe.cli.screen import console, notice, print_json
 from raypipe.errors import InputError, NoPlanYetError
 from raypipe.planning import plan as planning
 from raypipe.planning.evaluator import Evaluation, OnEvaluated
 from raypipe.planning.planners import AUTO, PLANNERS
+from raypipe.show.console import progress_console
 from raypipe.show.report import Figure, Report, rows_table
 from raypipe.show.tables import plan_report, prediction, stage_table
 from raypipe.simulation.simulator import simulate

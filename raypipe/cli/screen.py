@@ -1,4 +1,4 @@
-"""Output of commands: results on stdout, progress on stderr.
+"""Output of commands: results on stdout, notices on stderr.
 
 No console reads markup: a name such as `rack[/red]gpu` is printed as it is.
 """
@@ -10,37 +10,22 @@ import shutil
 from collections.abc import Iterable
 
 import click
-from rich.console import Console, ConsoleOptions, RenderableType
-from rich.segment import Segment
+from rich.console import Console
 
 from raypipe.analysis.comparison import ComparedFigure
 from raypipe.artifacts.plan import Plan
-from raypipe.errors import unseen, visible
+from raypipe.errors import visible
+from raypipe.show.console import SafeConsole
 from raypipe.show.devices import device_words
 from raypipe.show.differences import prediction_report
 from raypipe.show.report import Report
 from raypipe.training.run_schedules import device_stages
 
 
-class _Console(Console):
-    """Rich lets escape sequences in text through to the terminal; this writes them out."""
-
-    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
-        """See `rich.console.Console`."""
-        for segment in super().render(renderable, options):
-            text, style, control = segment
-            yield segment if control or not unseen(text) else Segment(visible(text), style)
-
-
 def console(*, plain: bool = False) -> Console:
     """Return a console on stdout, 80 columns wide where neither COLUMNS nor a terminal says otherwise; a plain one has no colors."""
     width = shutil.get_terminal_size().columns
-    return _Console(width=width, highlight=False, markup=False, emoji=False, color_system=None if plain else "auto")
-
-
-def progress_console() -> Console:
-    """Return a console on stderr."""
-    return _Console(stderr=True, markup=False, emoji=False)
+    return SafeConsole(width=width, highlight=False, markup=False, emoji=False, color_system=None if plain else "auto")
 
 
 def notice(text: str) -> None:

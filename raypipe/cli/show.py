@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 import click
 from rich.console import Console
@@ -31,6 +33,7 @@ from raypipe.show.causes import findings
 from raypipe.show.differences import difference_reports, names
 from raypipe.show.grid import timed_grid, timed_grids
 from raypipe.show.report import Figure, Report, rows_table
+from raypipe.show.run_sections import RunData
 from raypipe.show.schedules import schedule_report
 from raypipe.show.tables import link_table, node_table, plan_table, profile_report, profile_table, topology_report
 from raypipe.show.traces import idle_report, link_report, plan_trace_report, trace_report
@@ -53,6 +56,7 @@ class _Drawing:
     report: Report
     text: Callable[[Console], None]
     traces: tuple[Trace, ...] = ()
+    run: RunData | None = None
 
 
 @click.command(
@@ -61,9 +65,10 @@ class _Drawing:
         "raypipe show cluster_configs/laptop.yaml -o laptop.svg",
         "raypipe show trace.json -o trace.html",
         "raypipe show predicted.json measured.json -o both.html",
+        "raypipe show runs/gpt -o gpt.html",
     )
 )
-@click.argument("files", nargs=-1, required=True, metavar="FILE [FILE]", type=click.Path())
+@click.argument("files", nargs=-1, required=True, metavar="FILE|RUN [FILE]", type=click.Path())
 @click.option(
     "-o",
     "--output",
@@ -73,17 +78,21 @@ class _Drawing:
 )
 @json_option
 def show(files: tuple[str, ...], *, output: str | None, as_json: bool) -> None:
-    """Draw a schedule, plan, topology, profile or trace; two traces one above the other, with their differences.
+    """Draw a schedule, plan, topology, profile, trace or the folder of a run; two traces one above the other, with their differences.
 
     Schedules, which have no times, are drawn with F = 1 s and B = 2 s, times the work of a stage where the file states it.
     """
     suffix = output_suffix(output, "svg", "html") if output else ""
     if len(files) > 2:
         raise click.UsageError(f"{len(files)} files; show one, or two traces")
-    contents = [_load(path) for path in files]
-    drawing = _of_pair(files, contents) if len(files) == 2 else _of_one(contents[0])
+    if os.path.isdir(files[0]) and len(files) == 1:
+        drawing = _of_run(files[0])
+        content: Content = drawing.traces[-1]
+    else:
+        contents = [_load(path) for path in files]
+        drawing, content = _of_pair(files, contents) if len(files) == 2 else _of_one(contents[0]), contents[0]
     if output:
-        write_text(output, _document(contents[0], drawing.traces, suffix))
+        write_text(output, _document(content, drawing, suffix))
     if as_json:
         print_json(drawing.report.document())
     elif not output:
@@ -100,14 +109,14 @@ def _load(path: str) -> Content:
     return _LOADERS[name](path)
 
 
-def _document(content: Content, traces: tuple[Trace, ...], suffix: str) -> str:
+def _document(content: Content, drawing: _Drawing, suffix: str) -> str:
     # Slow to load, and the terminal does without.
     from raypipe.show.network import draw_topology  # noqa: PLC0415
     from raypipe.show.page import draw_page  # noqa: PLC0415
     from raypipe.show.svg import draw_traces  # noqa: PLC0415
 
-    if traces:
-        return draw_page(traces) if suffix == "html" else draw_traces(traces)
+    if drawing.traces:
+        return draw_page(drawing.traces, drawing.run) if suffix == "html" else draw_traces(drawing.traces)
     if not isinstance(content, ClusterTopology):
         raise InputError("a profile is drawn to the terminal only; leave -o out")
     if suffix == "html":
@@ -127,6 +136,38 @@ def _of_one(content: Content) -> _Drawing:
             return _of_profile(content)
         case Trace():
             return _of_trace(content)
+
+
+def _of_run(path: str) -> _Drawing:
+    from raypipe.training.run_data import read_run  # noqa: PLC0415  # slow to load
+
+    shown = read_run(Path(path))
+    run, traces = shown.data, shown.traces or (simulate(shown.data.plan),)
+    losses, validations, speeds = run.points("loss"), run.points("validation_loss"), run.points(run.speed)
+    report = Report(
+        Figure("run", run.name),
+        Figure("updates", losses[-1][0] if losses else 0, "updates"),
+        Figure("first_loss", losses[0][1] if losses else None, "first loss", "{:.4g}".format),
+        Figure("loss", losses[-1][1] if losses else None, "last loss", "{:.4g}".format),
+        Figure("validation_loss", validations[-1][1] if validations else None, "validation loss", "{:.4g}".format),
+        Figure(run.speed, speeds[-1][1] if speeds else None, "speed", lambda speed: f"{speed:,.0f} {run.unit}"),
+        Figure("notes", list(run.notes)),
+        Figure("traces", [_with_idle(trace_report(trace), trace) for trace in traces]),
+    )
+
+    def text(screen: Console) -> None:
+        screen.print(f"run {run.name}", style="bold")
+        screen.print(f"{report.sentence()}\n")
+        for note in run.notes:
+            screen.print(f"{note}\n")
+        screen.print(plan_table(run.plan))
+        screen.print()
+        _print_trace(screen, traces[-1].of_updates(0, 1) if shown.traces else traces[-1])
+        if len(traces) == 2:
+            screen.print("\npredicted and measured", style="bold")
+            screen.print(rows_table(difference_reports(*traces)))
+
+    return _Drawing(report, text, traces, run)
 
 
 def _of_schedule(sized: SizedSchedule) -> _Drawing:

@@ -6,20 +6,16 @@ import dataclasses
 import json
 import logging
 import os
-import threading
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing
 from typing import TYPE_CHECKING
 
 import click
 from rich.console import Console
-from rich.live import Live
-from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from raypipe.callbacks.progress import Progress
 from raypipe.cli.options import example, json_option
 from raypipe.cli.screen import console as stdout_console
-from raypipe.cli.screen import prediction_reports, progress_console
+from raypipe.cli.screen import prediction_reports
 from raypipe.cluster.node_matching import is_gpu
 from raypipe.cluster.signals import put_off
 from raypipe.config import TrainConfig
@@ -27,72 +23,7 @@ from raypipe.show.report import Figure, Report, rows_table
 from raypipe.training.run_folder import without_nan
 
 if TYPE_CHECKING:
-    from raypipe.training.result import Progress as RunProgress
     from raypipe.training.result import Result
-
-_QUIET_S = 15.0
-
-
-class TrainScreen:
-    """Shows a run on stderr; on a terminal with a spinner or a bar below the last line."""
-
-    def __init__(self, console: Console, num_updates: int) -> None:
-        self.console = console
-        self.num_done = 0
-        self.steps = Progress(SpinnerColumn(), TimeElapsedColumn(), console=console)
-        self.step = self.steps.add_task("")
-        self.updates = Progress(
-            SpinnerColumn(),
-            TextColumn("{task.completed}/{task.total}"),
-            BarColumn(bar_width=None),
-            TextColumn("{task.description}"),
-            TimeRemainingColumn(),
-            console=console,
-            expand=True,
-        )
-        self.bar = self.updates.add_task("", total=num_updates)
-        self.step_text, self.step_began_s = "", time.monotonic()
-
-    def __rich__(self) -> Progress:
-        return self.updates if self.num_done and not self.updates.finished else self.steps
-
-    def notice(self, text: str) -> None:
-        """Print a line."""
-        self.console.print(text, highlight=False, soft_wrap=True)
-        self.steps.reset(self.step)
-        self.step_text, self.step_began_s = text, time.monotonic()
-
-    @contextmanager
-    def alive(self) -> Iterator[None]:
-        """Without a terminal, tell every 15 s how long a step has taken."""
-        ended = threading.Event()
-
-        def tell() -> None:
-            told_s = 0.0
-            while not ended.wait(max(self.step_began_s, told_s) + _QUIET_S - time.monotonic()):
-                told_s = time.monotonic()
-                if told_s - self.step_began_s >= _QUIET_S:
-                    self.console.print(f"{self.step_text}: {told_s - self.step_began_s:.0f} s so far", highlight=False, soft_wrap=True)
-
-        teller = threading.Thread(target=tell, daemon=True)
-        teller.start()
-        try:
-            yield
-        finally:
-            ended.set()
-            teller.join()
-
-    def progress(self, progress: RunProgress) -> None:
-        """Move the bar, or print a line."""
-        self.num_done = progress.update
-        validation = "-" if progress.validation_loss is None else f"{progress.validation_loss:.3f}"
-        text = f"loss {progress.loss:.3f}  validation {validation}  {progress.tokens_per_s:,.0f} {progress.unit}/s"
-        if self.console.is_terminal:
-            self.updates.update(self.bar, completed=progress.update, description=text)
-            return
-        minutes, seconds = divmod(round(progress.seconds_left), 60)
-        self.notice(f"update {progress.update}/{progress.num_updates}  {text}  left {minutes}:{seconds:02d}")
-        self.step_text = f"training after update {progress.update}"
 
 
 class _Resumable(click.Command):
@@ -139,15 +70,14 @@ def train(config: str, overrides: tuple[str, ...], *, resume: str | None, as_jso
     loaded = TrainConfig.load(config, overrides=overrides)
     if as_json:  # actors print on stdout, too
         loaded = dataclasses.replace(loaded, cluster=dataclasses.replace(loaded.cluster, log_to_driver=False))
-    console = progress_console()
-    screen = TrainScreen(console, loaded.run.num_updates)
-    with Live(screen, console=console, refresh_per_second=4, transient=True) if console.is_terminal else screen.alive():
-        screen.notice("loading torch and Ray")
+    with closing(Progress()) as progress:
+        progress.on_notice("loading torch and Ray")
         with put_off():
             from raypipe.training.trainer import Trainer  # noqa: PLC0415  # loads them only once the configuration is known to be good
 
         logging.getLogger("ray").setLevel(logging.WARNING)
-        result = Trainer.of(loaded).fit(listener=screen, resume="auto" if resume == "auto" else resume is not None)
+        shown = [progress] if loaded.run.show_progress else []
+        result = Trainer.of(loaded, callbacks=shown).fit(resume="auto" if resume == "auto" else resume is not None)
     if as_json:
         click.echo(json.dumps(without_nan(_report(result).document())))
         return

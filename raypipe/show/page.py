@@ -18,6 +18,7 @@ from raypipe.show.differences import difference_reports
 from raypipe.show.page_bars import bars, fills, legend, patterns
 from raypipe.show.page_data import page_data
 from raypipe.show.page_tables import comparison_tables, idle_table, link_tables, wait_tables
+from raypipe.show.run_sections import RunData, configuration_section, run_figures, stages_section, training_section
 from raypipe.show.svg_document import escape
 from raypipe.show.view import View, has_memory, has_messages, has_sums, views_of
 from raypipe.units import counted, ratio, seconds, size
@@ -26,10 +27,10 @@ _SCRIPTS = ("page_read.js", "page_draw.js", "page_pointer.js")  # one script, in
 _NUM_COMPARED = 3  # update time, makespan and bubble; the tables below have the devices
 
 
-def draw_page(traces: Sequence[Trace]) -> str:
-    """Draw one trace, or two with their differences."""
+def draw_page(traces: Sequence[Trace], run: RunData | None = None) -> str:
+    """Draw one trace, or two with their differences, and the run that they are of if given."""
     views = views_of(traces)
-    title = escape(" and ".join(dict.fromkeys(view.trace.name or "trace" for view in views)))
+    title = escape(run.name) if run is not None else escape(" and ".join(dict.fromkeys(view.trace.name or "trace" for view in views)))
     style, script = _file("page.css"), "".join(map(_file, _SCRIPTS))
     style += "".join(fills(views))
     return Template(_file("page.html")).substitute(
@@ -39,13 +40,15 @@ def draw_page(traces: Sequence[Trace]) -> str:
         script=script,
         script_hash=_hash(script),
         patterns="\n".join(patterns()),
-        header="\n".join(_header(views, title)),
+        header="\n".join(_header(views, title, run)),
         switches="\n".join(_switches(views)),
         legend="\n".join(legend(views)),
         bars="\n".join(bars(views)),
         idle="\n".join(idle_table(views)),
         comparison="\n".join(comparison_tables(*views)) if len(views) == 2 else "",
         waits="\n".join([*wait_tables(views), *link_tables(views)]),
+        run="\n".join([*stages_section(run), *training_section(run)]) if run is not None else "",
+        configuration="\n".join(configuration_section(run)) if run is not None else "",
         data=page_data(views),
         version=escape(__version__),
     )
@@ -59,7 +62,7 @@ def _hash(text: str) -> str:
     return f"sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}"
 
 
-def _header(views: Sequence[View], title: str) -> Iterator[str]:
+def _header(views: Sequence[View], title: str, run: RunData | None) -> Iterator[str]:
     sources = " above ".join(view.word for view in views)
     counts = list(dict.fromkeys(map(_counts, views)))
     if len(counts) == 2:
@@ -68,8 +71,11 @@ def _header(views: Sequence[View], title: str) -> Iterator[str]:
     yield f'<p class="soft">{" &middot; ".join([sources, *counts])}</p>'
     figures = _compared_figures(*views) if len(views) == 2 else _figures(views[0].trace)
     yield '<dl class="figures">'
+    if run is not None:
+        yield from (f"<div><dt>{name}</dt><dd>{shown}</dd></div>" for name, shown in run_figures(run))
     yield from (f"<div><dt>{name}</dt><dd>{shown}</dd></div>" for name, shown in figures)
     yield "</dl>"
+    yield from (f'<p class="finding">{escape(note)}</p>' for note in (run.notes if run is not None else ()))
     for view in views:
         lead = f"{view.word}: " if len(views) == 2 else ""
         yield from (f'<p class="finding">{escape(note)}</p>' for note in view.trace.notes)

@@ -29,6 +29,16 @@ function readTheme() {
   });
 }
 
+// Of several updates, the one in the middle.
+function firstView() {
+  const counts = traces.map((trace) => trace.updates.length);
+  const middle = Math.floor((Math.min(...counts) - 1) / 2);
+  if (middle < 1) return { from: 0, to: END };
+  const from = Math.min(...traces.map((trace) => trace.updates[middle - 1]));
+  const to = Math.max(...traces.map((trace) => trace.updates[middle]));
+  return to > from ? { from, to } : { from: 0, to: END };
+}
+
 const STRIPE = 0.2; // of an Op, in the colour of its branch
 
 // Pipelines of odd numbers are lighter, the later stages of a device darker.
@@ -45,7 +55,7 @@ function colourOf(kind, pipeline, shade, shades) {
 
 // ---- Layout
 
-const view = { from: 0, to: END };
+const view = firstView();
 const shows = { messages: numRows <= 48, memory: numRows <= 24, pairs: false };
 let at = null, pinned = -1, lit = -1;
 let layout = {};

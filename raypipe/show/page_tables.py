@@ -32,11 +32,11 @@ def idle_table(views: Sequence[View]) -> Iterator[str]:
             texts = [view.device_words[device] if view is present[0] else "", *([view.word] if is_pair else [])]
             whole_s = 0.0 if is_pair else view.trace.makespan_s
             cells = [unit.cell(part.seconds(view, device), whole_s=whole_s) for part in parts]
-            lines.append(_row(texts, [*cells, ratio(view.trace.device_bubble_ratios[device])], first=view is present[0]))
+            lines.append(row(texts, [*cells, ratio(view.trace.device_bubble_ratios[device])], first=view is present[0]))
         if len(present) == 2:
             deltas = [unit.cell(part.seconds(views[1], device) - part.seconds(views[0], device), sign="+") for part in parts]
             bubble = views[1].trace.device_bubble_ratios[device] - views[0].trace.device_bubble_ratios[device]
-            lines.append(_row(["", "difference"], [*deltas, f"{round(100 * bubble, 1) + 0.0:+.1f} points"], first=False, soft=True))
+            lines.append(row(["", "difference"], [*deltas, f"{round(100 * bubble, 1) + 0.0:+.1f} points"], first=False, soft=True))
     head = ["device", *(["trace"] if is_pair else []), *(part.words for part in parts), "bubble"]
     hints = {part.words: part.meaning for part in parts if part.meaning}
     more = f"; the difference is {views[1].word} less {views[0].word}" if is_pair else ", and its share of the window"
@@ -68,16 +68,17 @@ class _Unit:
         return f"{value:{sign}.{self.decimals}f}{share}"
 
 
-def _row(texts: Sequence[str], cells: Sequence[str], *, first: bool = True, soft: bool = False) -> str:
-    # Texts are escaped, cells are HTML; `first` draws a line above, `soft` a lighter text.
+def row(texts: Sequence[str], cells: Sequence[str], *, first: bool = True, soft: bool = False) -> str:
+    """Return a row; texts are escaped, cells are HTML; `first` draws a line above, `soft` a lighter text."""
     classes = " ".join(name for name, wanted in (("first", first), ("soft", soft)) if wanted)
     heads = "".join(f'<th scope="row">{escape(text)}</th>' for text in texts)
     return f'<tr class="{classes}">{heads}{"".join(f"<td>{cell}</td>" for cell in cells)}</tr>'
 
 
-def _table(caption: str, head: Sequence[str], lines: Sequence[str], *, num_text: int, num_more: int = 0) -> str:
+def table(caption: str, head: Sequence[str], lines: Sequence[str], *, num_text: int, num_more: int = 0) -> str:
+    """Return a table whose first `num_text` columns are texts; `num_more` rows are left out."""
     if num_more > 0:
-        lines = [*lines, _row([f"({num_more} more)"], [""] * (len(head) - 1))]
+        lines = [*lines, row([f"({num_more} more)"], [""] * (len(head) - 1))]
     heads = "".join(f'<th scope="col"{" class=text" if at < num_text else ""}>{escape(name)}</th>' for at, name in enumerate(head))
     body = "\n".join(lines)
     content = f"<caption>{escape(caption)}</caption><thead><tr>{heads}</tr></thead><tbody>\n{body}\n</tbody>"
@@ -88,7 +89,7 @@ def _folded(
     caption: str, head: Sequence[str], lines: Sequence[str], hints: dict[str, str], *, num_text: int, is_open: bool
 ) -> Iterator[str]:
     yield f"<details{' open' if is_open else ''}><summary>{escape(caption)}</summary>"
-    yield _table(caption, head, lines, num_text=num_text)
+    yield table(caption, head, lines, num_text=num_text)
     if hints:
         yield '<p class="soft meanings">' + ". ".join(f"<b>{escape(name)}</b>: {escape(hint)}" for name, hint in hints.items()) + ".</p>"
     yield "</details>"
@@ -108,14 +109,14 @@ def comparison_tables(first: View, second: View) -> Iterator[str]:
     )
     for caption, slots, text, most in tables if differing else ():
         lines = [
-            _row(
+            row(
                 [first.device_words[op.device], text(op.ops)],
                 [seconds(op.first_s), seconds(op.second_s), *_changed(op.first_s, op.second_s)],
             )
             for op in slots[:most]
         ]
         head = ["device", "Op", first.word, second.word, "difference", ""]
-        yield _table(caption, head, lines, num_text=2, num_more=len(slots) - most)
+        yield table(caption, head, lines, num_text=2, num_more=len(slots) - most)
     yield "</div></section>"
 
 
@@ -132,10 +133,10 @@ def link_tables(views: Sequence[View]) -> Iterator[str]:
     yield '<section><h2>Links</h2><p class="soft">Bytes of each link, and the share of the window in which something was on its way.</p>'
     yield '<div class="columns">'
     for view in views:
-        table = link_report(view.trace).table()
-        lines = [_row(row[:1], [escape(cell) for cell in row[1:]]) for row in table.rows[:_MOST_LINKS]]
-        head = [column.replace("\n", " ") for column in table.columns]
-        yield _table(view.word, head, lines, num_text=1, num_more=len(table.rows) - _MOST_LINKS)
+        links = link_report(view.trace).table()
+        lines = [row(texts[:1], [escape(cell) for cell in texts[1:]]) for texts in links.rows[:_MOST_LINKS]]
+        head = [column.replace("\n", " ") for column in links.columns]
+        yield table(view.word, head, lines, num_text=1, num_more=len(links.rows) - _MOST_LINKS)
     yield "</div></section>"
 
 
@@ -148,12 +149,12 @@ def wait_tables(views: Sequence[View]) -> Iterator[str]:
         division = view.division
         whole_s = view.trace.makespan_s
         lines = [
-            _row(
+            row(
                 [view.device_words[wait.device], view.device_words[wait.peer]],
                 [seconds(wait.wait_s), ratio(wait.wait_s / whole_s)],
             )
             for wait in division.waits[:_MOST_WAITS]
         ]
         head = ["device", "waits for", "in all", "of the window"]
-        yield _table(view.word, head, lines, num_text=2, num_more=len(division.waits) - _MOST_WAITS)
+        yield table(view.word, head, lines, num_text=2, num_more=len(division.waits) - _MOST_WAITS)
     yield "</div></section>"

@@ -366,7 +366,7 @@ class Adaptation:
         strategy.policy.adopt(decision.choice, took_s=time.perf_counter() - since)
 
     def _notice(self, update: int, text: str) -> None:
-        self.record.listener.notice(f"update {update}: {text}")
+        self.record.notice(f"update {update}: {text}")
 
 
 def _choice_of(plan: Plan, policy: ConcurrencyPolicy, *, max_in_flight: float | None) -> Choice:

@@ -94,7 +94,7 @@ class Checkpoints:
     Args:
         index: What all checkpoints of the run have in common.
         resumed: The checkpoint that the run goes on from.
-        on_saved: Called with the seconds of writing once a checkpoint is complete.
+        on_saved: Called with each checkpoint that is complete, and the seconds of writing it.
     """
 
     def __init__(
@@ -106,7 +106,7 @@ class Checkpoints:
         index: CheckpointIndex,
         resumed: Checkpoint | None,
         notice: Notice,
-        on_saved: Callable[[float], None],
+        on_saved: Callable[[Checkpoint, float], None],
     ) -> None:
         self.newest = resumed
         self._on_saved = on_saved
@@ -227,7 +227,7 @@ class Checkpoints:
             self._notice(_not_saved(writing.index.update, writing.problem))
             return
         self.newest = writing.checkpoint
-        self._on_saved(writing.seconds)
+        self._on_saved(writing.checkpoint, writing.seconds)
         num_bytes = sum(file.size_bytes for file in writing.checkpoint.index.files.values())
         self._notice(f"saved update {writing.index.update}: {size(num_bytes)} written in {writing.seconds:.1f} s")
         try:

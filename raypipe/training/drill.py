@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from raypipe.actors.execution.faults import FaultKind, FaultScript
 from raypipe.config import TrainConfig
 from raypipe.errors import ConfigError
-from raypipe.training.result import Listener, Result
+from raypipe.training.result import Result
 from raypipe.training.trainer import Trainer
 
 _WINDOWS_BEFORE = 2
@@ -28,7 +28,7 @@ class Drill:
         return max(abs(ours - theirs) for ours, theirs in zip(self.calm.losses, self.struck.losses, strict=True))
 
 
-def drill(config: TrainConfig, faults: Mapping[FaultKind, Sequence[int]], *, listener: Listener) -> Drill:
+def drill(config: TrainConfig, faults: Mapping[FaultKind, Sequence[int]]) -> Drill:
     """Train for some windows without faults and with them; `faults` are the stages that each kind strikes, a window each.
 
     The runs are called as that of the configuration, and `-drill`.
@@ -45,10 +45,10 @@ def drill(config: TrainConfig, faults: Mapping[FaultKind, Sequence[int]], *, lis
         data=replace(config.data, num_validation_microbatches=0),
         failure=replace(config.failure, max_failures=max(config.failure.max_failures, 1)),
     )
-    calm = Trainer.of(short).fit(listener=listener)
+    calm = Trainer.of(short).fit()
     script = FaultScript()
     for number, (kind, stage) in enumerate(struck):
         if not 0 <= stage < calm.plan.schedule.num_stages:
             raise ConfigError(f"the run has the stages 0 to {calm.plan.schedule.num_stages - 1}, not {stage}; choose one of them to {kind}")
         script = script.fail_stage(stage, kind=kind, window=_WINDOWS_BEFORE + number)
-    return Drill(calm, Trainer.of(short, faults=script).fit(listener=listener))
+    return Drill(calm, Trainer.of(short, faults=script).fit())

@@ -18,6 +18,8 @@ from raypipe.actors.stage.checkpoint import Checkpoint
 from raypipe.artifacts.checkpoint_files import CheckpointIndex, finished_folders
 from raypipe.artifacts.plan import Plan
 from raypipe.artifacts.profile import ModelProfile
+from raypipe.callbacks.events import End, Run
+from raypipe.callbacks.group import CallbackGroup
 from raypipe.cluster.coordinator import Coordinator
 from raypipe.cluster.signals import JOB_WAIT, StopRequest
 from raypipe.cluster.state_copies import StateCopies
@@ -25,17 +27,17 @@ from raypipe.cluster.window import WindowResult
 from raypipe.config import AUTO, OptimizerName, TrainConfig
 from raypipe.errors import NonFiniteError, RaypipeError, RunError, RunTakenOverError
 from raypipe.model import Model
-from raypipe.profiling.profiler import model_profile
 from raypipe.schedules.families import branch_aware
 from raypipe.schedules.metrics import metrics
 from raypipe.training.adaptive import Adaptation, AdaptiveStrategy
 from raypipe.training.checkpoints import Checkpoints
 from raypipe.training.checks import check_data, check_staleness, checkpoint_to_resume, rows_per_update
 from raypipe.training.ending import finished_result, leave
+from raypipe.training.measuring import given_profile, measured_profile
 from raypipe.training.nonfinite import NonFiniteUpdates
 from raypipe.training.record import RunRecord, write_report
 from raypipe.training.recovery import Recovery
-from raypipe.training.result import Listener, Result, Resume, StoppedRun
+from raypipe.training.result import Result, Resume, StoppedRun
 from raypipe.training.run_cluster import stage_actors
 from raypipe.training.run_folder import RunFolder
 from raypipe.training.run_lock import RunLock
@@ -65,13 +67,14 @@ class Fit:
         batches: BatchFunction,
         plan: Plan | None,
         faults: FaultScript,
-        listener: Listener,
+        callbacks: CallbackGroup,
         resume: Resume,
     ) -> None:
         self.config = config
         self.batches = batches
         self.faults = faults
-        self.listener = listener
+        self.callbacks = callbacks
+        self.notice = callbacks.notice
         self.model_function = partial(make_model, model, config.model.options, compile_layers=config.model.compile)
         self.model = self.model_function()
         self.resumed: Checkpoint | None = None
@@ -80,37 +83,40 @@ class Fit:
             self._settle(model, plan, resume)
         except BaseException:
             self._unlock()
+            callbacks.close()
             raise
 
     def _settle(self, model: str | Callable[..., Model], plan: Plan | None, resume: Resume) -> None:
         # Whatever can be refused is, before a new folder is made or an old one changed.
-        config, listener = self.config, self.listener
+        config, notice = self.config, self.notice
         folder = self._folder_to_resume(resume)
         if folder is not None:
             self._lock(folder)
             folder.fetch()
             if resume is True or finished_folders(folder.storage):
-                listener.notice(f"checking the checkpoints of {folder.name}")
-                self.resumed = checkpoint_to_resume(folder, config, self.model, listener.notice, may_be_done=resume == "auto")
+                notice(f"checking the checkpoints of {folder.name}")
+                self.resumed = checkpoint_to_resume(folder, config, self.model, notice, may_be_done=resume == "auto")
         self.first_update = self.resumed.index.update if self.resumed else 0
         self.is_done = self.first_update >= config.run.num_updates
+        self.profile = given_profile(config, self.model)
         sizes = {1} if self.is_done else _window_sizes(config, self.first_update)
         self.strategy = run_strategy(config, self.model, plan, window_sizes=sizes)
-        tokens_per_row = 1
+        tokens_per_row: int | None = None
         if config.data.path:
-            tokens_per_row = check_data(config, self.model, vocabulary_size=keyword(model, config.model.options, "vocabulary_size"))
+            num_tokens = check_data(config, self.model, vocabulary_size=keyword(model, config.model.options, "vocabulary_size"))
+            tokens_per_row = num_tokens if num_tokens > 1 else None
         self.folder = folder or RunFolder.create(config.run.storage_path, config.run.name)
         if folder is None:
             self._lock(self.folder)
             self.folder.begin(config)
         elif self.resumed is None:
             self.folder.restart(config)
-        self.record = RunRecord(config, self.folder, listener, tokens_per_row=tokens_per_row, first_update=self.first_update)
+        self.record = RunRecord(config, self.folder, self.callbacks, tokens_per_row=tokens_per_row, first_update=self.first_update)
         self.coordinator: Coordinator
         self.adaptation: Adaptation | None = None
         self.sums: SumAdaptation
         self.recovery: Recovery
-        self.stop = StopRequest(config.run.grace_s, listener.notice)
+        self.stop = StopRequest(config.run.grace_s, notice)
         assert self.lock is not None, "a run has the lock of its folder"
         self.checkpoints = Checkpoints(
             self.folder,
@@ -118,10 +124,10 @@ class Fit:
             config.run,
             index=self._index(),
             resumed=self.resumed,
-            notice=listener.notice,
+            notice=notice,
             on_saved=self.record.add_checkpoint,
         )
-        self.nonfinite = NonFiniteUpdates(config.run.on_nonfinite, can_repeat=config.failure.max_failures > 0, notice=listener.notice)
+        self.nonfinite = NonFiniteUpdates(config.run.on_nonfinite, can_repeat=config.failure.max_failures > 0, notice=notice)
         self.num_done = self.first_update
         self.is_told = False
 
@@ -133,7 +139,7 @@ class Fit:
 
     def _lock(self, folder: RunFolder) -> None:
         self.lock = RunLock(folder.storage)
-        self.lock.acquire(self.listener.notice)
+        self.lock.acquire(self.notice)
 
     def _unlock(self) -> None:
         if self.lock is not None:
@@ -157,20 +163,25 @@ class Fit:
             InputError: The cluster does not fit the run.
             RunError: Something failed while running.
         """
+        error: BaseException | None = None
         try:
             with self._told_if_interrupted():
-                return finished_result(self.folder, self.resumed, self.listener.notice) if self.is_done and self.resumed else self._run()
-        except BaseException as error:
-            leave(self.folder, self.record, error, update=self.num_done, notice=self.listener.notice)
+                return finished_result(self.folder, self.resumed, self.notice) if self.is_done and self.resumed else self._run()
+        except BaseException as problem:
+            error = problem
+            leave(self.folder, self.record, error, update=self.num_done, notice=self.notice)
             raise
         finally:
+            self.callbacks.end(End(self.num_done, error))
             self._unlock()
+            self.callbacks.close()
 
     def _run(self) -> Result:
         config, strategy = self.config, self.strategy
-        self.listener.notice(f"run folder: {self.folder.name}")
+        self.notice(f"run folder: {self.folder.name}")
+        self.callbacks.start(self._seen())
         if "working_dir_files" in Path(self.folder.name).absolute().parts:
-            self.listener.notice("Ray removes this copy of the job's working directory some day; set run.storage_path to keep the results")
+            self.notice("Ray removes this copy of the job's working directory some day; set run.storage_path to keep the results")
         actors = stage_actors(
             self.folder.path.name,
             stages=strategy.stages,
@@ -178,7 +189,7 @@ class Fit:
             find_slots=strategy.find_slots,
             scaling=config.scaling,
             cluster=config.cluster,
-            notice=self.listener.notice,
+            notice=self.notice,
         )
         with actors as self.coordinator, self._told_if_interrupted():
             self.record.start_metrics(self.coordinator.run)
@@ -189,8 +200,13 @@ class Fit:
                 self.checkpoints.give_time(config.run.grace_s)
                 raise
             sample = self._sample()
-        self.listener.notice("writing the report")
-        figures = write_report(self.folder, self.record.phases)
+        self.notice("writing the report")
+        has_windows = any(phase.windows for phase in self.record.phases)
+        figures = write_report(self.folder, self.record.phases) if has_windows else []
+        if self.callbacks.error is not None:
+            raise self.callbacks.error
+        if self.num_done < config.run.num_updates:
+            self.folder.end_early(self.callbacks.stop_reason, update=self.num_done)
         self.folder.publish()
         return Result(
             path=self.folder.name,
@@ -202,6 +218,20 @@ class Fit:
             figures=figures,
             sample=sample,
             recoveries=tuple(self.record.recoveries),
+            stop_reason=self.callbacks.stop_reason if self.num_done < config.run.num_updates else "",
+            callback_errors=tuple(map(str, self.callbacks.dropped)),
+        )
+
+    def _seen(self) -> Run:
+        folder = self.folder
+        return Run(
+            name=folder.path.name,
+            path=folder.name,
+            records=folder.path,
+            config=self.config,
+            first_update=self.first_update,
+            read_metrics=folder.metrics,
+            update=self.first_update,
         )
 
     @contextlib.contextmanager
@@ -216,7 +246,7 @@ class Fit:
                 self.is_told = True
                 if self.stop.is_late:
                     self.checkpoints.save_copy(self.recovery.copies.candidates())
-                self.listener.notice(self._lost())
+                self.notice(self._lost())
             raise
 
     def _lost(self) -> str:
@@ -228,19 +258,20 @@ class Fit:
         return f"interrupted {f'after update {done}' if done else 'before the first update was done'}: {lost}{goes_on}{why}"
 
     def _prepare(self) -> None:
-        coordinator, strategy, notice = self.coordinator, self.strategy, self.listener.notice
+        coordinator, strategy, notice = self.coordinator, self.strategy, self.notice
         coordinator.check_storage(self.folder.storage)
         strategy.prepare(coordinator, name=self.folder.path.name, measure=self._measure, notice=notice)
         if self.resumed is None:
-            self.record.begin_phase(strategy)
+            self.record.begin_phase(strategy, update=self.first_update)
         notice(f"building {counted(strategy.schedule.num_stages, 'stage')}")
         sizes = coordinator.build(self._build_order())
         strategy.check_layers(sizes)
+        self.folder.check_room(sum(size.parameter_bytes for size in sizes.values()), num_to_keep=self.config.run.num_to_keep, notice=notice)
         if self.resumed is not None:
             coordinator.load(self.resumed.folder)
             # Only now: a run that cannot be resumed leaves its folder as it was.
             self.folder.continue_from(self.config, update=self.first_update)
-            self.record.begin_phase(strategy)
+            self.record.begin_phase(strategy, update=self.first_update)
             notice(f"resumed from {self.resumed.path} at update {self.first_update}")
         self.folder.remove_unfinished()
         self.sums = SumAdaptation(strategy, coordinator, self.record, exact=self.config.communication.exact)
@@ -268,7 +299,7 @@ class Fit:
 
     def _adopt(self, strategy: Strategy, update: int, reason: str) -> None:
         before, self.strategy = self.strategy.plan, strategy
-        self.listener.notice(f"update {update}: {reason}")
+        self.notice(f"update {update}: {reason}")
         self.sums.strategy = self.recovery.strategy = strategy
         self.record.switch(before, strategy, update=update, reason=reason)
         self._warm_up()
@@ -279,7 +310,7 @@ class Fit:
             self.strategy.begin_anew()
 
     def _describe(self, num_parameters: int) -> None:
-        strategy, notice = self.strategy, self.listener.notice
+        strategy, notice = self.strategy, self.notice
         schedule, predicted = strategy.schedule, strategy.plan.predicted
         assert predicted is not None, "a strategy predicts its plan"
         notice(
@@ -315,32 +346,23 @@ class Fit:
         )
 
     def _measure(self, num_devices: int) -> ModelProfile:
-        config = self.config
-        self.listener.notice(f"measuring {counted(len(self.model.layers), 'layer')} on {counted(num_devices, 'device')}")
-        measured = self.coordinator.measure(
-            self.model_function,
-            self.batches,
-            optimizer=config.optimizer,
-            seed=config.run.seed,
-            num_devices=num_devices,
-            precision=config.model.precision,
-            notice=self.listener.notice,
+        if self.profile is not None:
+            self.notice(f"costs of layers: {self.config.scaling.profile}")
+            return self.profile
+        return measured_profile(
+            self.config, self.model, self.model_function, self.batches, self.coordinator, self.notice, num_devices=num_devices
         )
-        layers = [layer for of_device in measured for layer in of_device]
-        seconds = [layer.forward_s + layer.backward_s for layer in layers]
-        spread = sum(layer.spread * took for layer, took in zip(layers, seconds, strict=True)) / sum(seconds)
-        self.listener.notice(f"layer times measured to within +-{spread:.0%}")
-        return model_profile(measured, self.model, name=config.model.function, microbatch_size=config.schedule.microbatch_size)
 
     def _train(self) -> Checkpoint:
         run, done = self.config.run, self.first_update
         result: WindowResult | None = None
         with self.stop:
-            self.listener.notice(f"training updates {done + 1} to {run.num_updates}")
+            self.notice(f"training updates {done + 1} to {run.num_updates}")
             self.checkpoints.begin()
             while True:
                 try:
-                    is_end = done == run.num_updates or self.stop.came
+                    self._report(done)
+                    is_end = done == run.num_updates or self.stop.came or (done > 0 and bool(self.callbacks.stop_reason))
                     self._between_windows(done, result, is_end=is_end)
                     if is_end and done:
                         checkpoint = self.checkpoints.finish(done)
@@ -355,7 +377,7 @@ class Fit:
                         self.num_done = done = self.recovery.rewind(update=done)
                         result = None
                         continue
-                    self.record.add_window(result, self.strategy.schedule, first_update=done)
+                    self._record(result, done)
                     self.num_done = done = done + size
                     self.recovery.after_window(done)
                 except (RunTakenOverError, NonFiniteError):
@@ -367,33 +389,40 @@ class Fit:
                     self.num_done = done
             if done == 0:
                 raise KeyboardInterrupt
-        if done < run.num_updates:
-            self.listener.notice(f"stopped after update {done}, saved in {checkpoint.path}; `--resume auto` goes on from there")
+        if done < run.num_updates and self.callbacks.stop_reason:
+            self.notice(f"ended after update {done}, saved in {checkpoint.path}: {self.callbacks.stop_reason}")
+        elif done < run.num_updates:
+            self.notice(f"stopped after update {done}, saved in {checkpoint.path}; `--resume auto` goes on from there")
             raise StoppedRun
         return checkpoint
 
-    def _between_windows(self, done: int, result: WindowResult | None, *, is_end: bool) -> None:
-        """Do what is due behind an update; `result` is that of the window that ended there, if one did since the run began or recovered."""
+    def _record(self, result: WindowResult, done: int) -> None:
+        strategy = self.strategy
+        self.record.add_window(result, strategy.plan, strategy.schedule, first_update=done, links=self.coordinator.links.estimate)
+
+    def _report(self, done: int) -> None:
+        """Evaluate if that is due behind an update, and tell of the window that ended there."""
         run = self.config.run
         is_first, is_last = done == self.first_update, done == run.num_updates
         is_evaluated = is_first or is_last or _is_due(run.evaluate_every, done)
-        if self.config.data.num_validation_microbatches and is_evaluated and (is_last or not is_end):
+        if self.config.data.num_validation_microbatches and is_evaluated and (is_last or not self.stop.came):
             self._evaluate(done)
-        self.checkpoints.poll()
-        if not is_first and (is_end or self.checkpoints.is_due(done)):
-            self.checkpoints.save(self.coordinator, done, self.record.losses_at(done))
-        if result is None:
-            return
         self.record.publish()
-        if is_end:
+
+    def _between_windows(self, done: int, result: WindowResult | None, *, is_end: bool) -> None:
+        """Do what is due behind an update; `result` is that of the window that ended there, if one did since the run began or recovered."""
+        self.checkpoints.poll()
+        if done != self.first_update and (is_end or self.checkpoints.is_due(done)):
+            self.checkpoints.save(self.coordinator, done, self.record.losses_at(done))
+        if result is None or is_end:
             return
         self.sums.after_window(update=done)
         if self.adaptation is not None:
-            self.adaptation.after_window(result, update=done, updates_left=run.num_updates - done)
+            self.adaptation.after_window(result, update=done, updates_left=self.config.run.num_updates - done)
 
     def _evaluate(self, update: int) -> None:
         if update == self.first_update:
-            self.listener.notice(f"evaluating before update {update + 1}")
+            self.notice(f"evaluating before update {update + 1}")
         result = self.coordinator.run_window("evaluate", num_updates=1, first_update=0, split="validation")
         self.record.add_evaluation(update, mean_losses(result.reports, num_microbatches=self.strategy.num_validation_microbatches)[0])
 
@@ -401,7 +430,7 @@ class Fit:
         run = self.config.run
         if not run.sample_bytes or not self.config.data.path:
             return ""
-        self.listener.notice(f"generating {run.sample_bytes} bytes of text")
+        self.notice(f"generating {run.sample_bytes} bytes of text")
         # Devices that share the rows of a microbatch need one each; all rows are the same.
         num_rows, length = self.strategy.num_sample_rows, self.config.data.sequence_length
         generator = torch.Generator().manual_seed(run.seed)

@@ -1,4 +1,4 @@
-"""Records a run: in memory, in its folder, in Ray's metrics, and for its listener."""
+"""Records a run: in memory, in its folder, in Ray's metrics, and for its callbacks."""
 
 from __future__ import annotations
 
@@ -12,16 +12,20 @@ from functools import partial
 
 from raypipe.actors.execution.report import mean_losses, norms_of
 from raypipe.actors.measure.metrics import RunCounter, RunGauge, RunMetrics
+from raypipe.actors.stage.checkpoint import Checkpoint
 from raypipe.analysis.comparison import ComparedFigure, compare, median_window
 from raypipe.artifacts.plan import Plan
 from raypipe.artifacts.trace import Trace
+from raypipe.callbacks import events
+from raypipe.callbacks.group import CallbackGroup
 from raypipe.cluster.window import WindowResult
 from raypipe.config import CheckpointMetric, TrainConfig
+from raypipe.network.estimate import NetworkEstimate
 from raypipe.planning.sum_patterns import PatternDecision
 from raypipe.schedules.ir import Schedule
 from raypipe.show.page import draw_page
 from raypipe.show.svg import draw_traces
-from raypipe.training.result import Listener, Progress, RecoveredFailure
+from raypipe.training.run_data import run_data
 from raypipe.training.run_folder import RunFolder
 from raypipe.training.strategy import Strategy
 
@@ -32,6 +36,7 @@ _SPIKE = 10.0  # median deviations from the median, from which a loss is a spike
 _GAUGES = {
     "loss": RunGauge.LOSS,
     "validation_loss": RunGauge.VALIDATION_LOSS,
+    "samples_per_s": RunGauge.SAMPLES_PER_SECOND,
     "tokens_per_s": RunGauge.TOKENS_PER_SECOND,
     "update_s": RunGauge.UPDATE_SECONDS,
     "updates": RunGauge.UPDATE,
@@ -81,7 +86,7 @@ def write_report(folder: RunFolder, phases: Sequence[Phase]) -> list[ComparedFig
     middle = max(window.num_updates // 2 - 1, 0)
     shown = [trace.of_updates(middle, min(middle + 2, trace.num_updates)) for trace in (predicted, window)]
     folder.file("timeline.svg").write_text(draw_traces(shown), encoding="utf-8")
-    folder.file("timeline.html").write_text(draw_page((predicted, window)), encoding="utf-8")
+    folder.file("timeline.html").write_text(draw_page((predicted, window), run_data(folder, window)), encoding="utf-8")
     figures = compare(predicted, phase.measured)
     folder.write_json("comparison.json", [dataclasses.asdict(figure) | {"error": figure.error} for figure in figures])
     return figures
@@ -90,37 +95,42 @@ def write_report(folder: RunFolder, phases: Sequence[Phase]) -> list[ComparedFig
 class RunRecord:
     """The record of one run, for its `Result`."""
 
-    def __init__(self, config: TrainConfig, folder: RunFolder, listener: Listener, *, tokens_per_row: int, first_update: int) -> None:
+    def __init__(
+        self, config: TrainConfig, folder: RunFolder, callbacks: CallbackGroup, *, tokens_per_row: int | None, first_update: int
+    ) -> None:
         self.config = config
         self.folder = folder
-        self.listener = listener
+        self.callbacks = callbacks
+        self.notice = callbacks.notice
         self.losses: list[float] = []
         self.validation_losses: list[tuple[int, float]] = []
         self.figures: dict[str, float] = {}
         self.phases: list[Phase] = []
         self._unwritten: deque[Callable[[], object]] = deque()
-        self.recoveries: list[RecoveredFailure] = []
+        self.recoveries: list[events.RecoveredFailure] = []
         self._first_update = first_update
         self._metrics: RunMetrics
         self._tokens_per_row = tokens_per_row
+        self._window: events.Window | None = None
 
     def start_metrics(self, run: str) -> None:
         """Register metrics with the connected Ray cluster."""
         self._metrics = RunMetrics(run=run)
 
-    def begin_phase(self, strategy: Strategy, reason: str = "") -> None:
+    def begin_phase(self, strategy: Strategy, *, update: int, reason: str = "") -> None:
         """Write the plan that runs from now on."""
         self.phases.append(Phase(predicted=strategy.predicted, reason=reason))
         self._write(partial(strategy.plan.save, self.folder.file("plan.json")))
         self._metrics.set(RunGauge.PIPELINES, len(strategy.schedule.pipelines))
         assert strategy.plan.predicted is not None, "a strategy predicts its plan"
         self._metrics.set(RunGauge.PREDICTED_UPDATE_SECONDS, strategy.plan.predicted.update_s)
+        self.callbacks.phase(events.Phase(update, strategy.plan, strategy.predicted, reason))
 
     def switch(self, before: Plan, strategy: Strategy, *, update: int, reason: str) -> None:
         """Write what ran until an update, and the plan that runs from now on."""
         self._write(partial(before.save, self.folder.file(f"plan-until-update-{update:06d}.json")))
         self._write(partial(self.phases[-1].save, self.folder, until=update))
-        self.begin_phase(strategy, f"update {update}: {reason}")
+        self.begin_phase(strategy, update=update, reason=f"update {update}: {reason}")
         self._metrics.count(RunCounter.SWITCHES)
 
     def _write(self, write: Callable[[], object]) -> None:
@@ -131,7 +141,7 @@ class RunRecord:
                 self._unwritten[0]()
             except OSError as error:
                 if len(self._unwritten) == 1:
-                    self.listener.notice(f"{self.folder.name}: the records of the run cannot be written now, and are kept: {error}")
+                    self.notice(f"{self.folder.name}: the records of the run cannot be written now, and are kept: {error}")
                 return
             self._unwritten.popleft()
 
@@ -151,32 +161,44 @@ class RunRecord:
             self._metrics.count(RunCounter.PATTERN_CHANGES)
             self.phases[-1].notes.append(f"update {update}: {decision.text}")
 
-    def add_window(self, result: WindowResult, schedule: Schedule, *, first_update: int) -> None:
+    def add_window(self, result: WindowResult, plan: Plan, schedule: Schedule, *, first_update: int, links: NetworkEstimate) -> None:
         """Record a training window."""
         losses = mean_losses(result.reports, num_microbatches=schedule.num_microbatches)
         norms = norms_of(result.reports, scope=schedule.update_scope)
         self._notice_spikes(losses, first_update)
         self.losses += losses
         self.phases[-1].add(result.trace)
-        config = self.config
-        tokens = config.schedule.num_microbatches * config.schedule.microbatch_size * self._tokens_per_row
-        update_s = result.wall_s / result.num_updates
-        speed = {"update_s": update_s, "tokens_per_s": tokens / update_s, "bubble_ratio": result.trace.bubble_ratio}
+        optimizer, num_updates = self.config.optimizer, self.config.run.num_updates
+        updates = tuple(
+            events.Update(at + 1, loss, norms.get(number), optimizer.rate(at, num_updates=num_updates))
+            for number, (at, loss) in enumerate(enumerate(losses, first_update))
+        )
+        speed = self._speed(result) | {"bubble_ratio": result.trace.bubble_ratio}
         self.figures |= speed | {"loss": losses[-1], "updates": first_update + result.num_updates}
-        last = result.num_updates - 1
-        self._metrics.set(RunGauge.GRADIENT_NORM, norms.get(last))
-        self._metrics.set(RunGauge.LEARNING_RATE, config.optimizer.rate(first_update + last, num_updates=config.run.num_updates))
+        self._metrics.set(RunGauge.GRADIENT_NORM, updates[-1].grad_norm)
+        self._metrics.set(RunGauge.LEARNING_RATE, updates[-1].learning_rate)
         self._metrics.count(RunCounter.UPDATES, result.num_updates)
-        self._metrics.count(RunCounter.TOKENS, tokens * result.num_updates)
-        for number, loss in enumerate(losses):
-            line = {
-                "update": first_update + number + 1,
-                "loss": loss,
-                "grad_norm": norms.get(number),
-                "learning_rate": config.optimizer.rate(first_update + number, num_updates=config.run.num_updates),
-                **speed,
-            }
-            self._write(partial(self.folder.add_metrics, line))
+        self._metrics.count(RunCounter.SAMPLES, speed["samples_per_s"] * result.wall_s)
+        self._metrics.count(RunCounter.TOKENS, speed.get("tokens_per_s", 0.0) * result.wall_s)
+        for update in updates:
+            figures = {"loss": update.loss, "grad_norm": update.grad_norm, "learning_rate": update.learning_rate}
+            self._write(partial(self.folder.add_metrics, {"update": update.number, **figures, **speed}))
+        self._window = events.Window(
+            updates=updates,
+            update_s=speed["update_s"],
+            samples_per_s=speed["samples_per_s"],
+            tokens_per_s=speed.get("tokens_per_s"),
+            trace=result.trace,
+            plan=plan,
+            num_updates_left=num_updates - updates[-1].number,
+            links={pair: rate for pair, link in links.links.items() if (rate := link.bandwidth_bytes_per_s) is not None},
+        )
+
+    def _speed(self, result: WindowResult) -> dict[str, float]:
+        update_s, schedule = result.wall_s / result.num_updates, self.config.schedule
+        rows_per_s = schedule.num_microbatches * schedule.microbatch_size / update_s
+        tokens = {} if self._tokens_per_row is None else {"tokens_per_s": rows_per_s * self._tokens_per_row}
+        return {"update_s": update_s, "samples_per_s": rows_per_s, **tokens}
 
     def _notice_spikes(self, losses: list[float], first_update: int) -> None:
         recent = deque((loss for loss in self.losses[-_MOST_LOSSES:] if math.isfinite(loss)), maxlen=_MOST_LOSSES)
@@ -186,7 +208,7 @@ class RunRecord:
             spread = statistics.median(abs(one - usual) for one in known) if known else math.inf
             if loss > usual + _SPIKE * spread:
                 text = f"update {first_update + number + 1}: the loss jumped to {loss:.4g}; it was {usual:.4g} in the last {len(known)}"
-                self.listener.notice(text)
+                self.notice(text)
                 self.phases[-1].notes.append(text)
             if math.isfinite(loss):
                 recent.append(loss)
@@ -196,6 +218,7 @@ class RunRecord:
         self.validation_losses.append((update, loss))
         self.figures["validation_loss"] = loss
         self._write(partial(self.folder.add_metrics, {"update": update, "validation_loss": loss}))
+        self.callbacks.evaluation(events.Evaluation(update, loss))
 
     def losses_at(self, update: int) -> dict[str, float]:
         """Return the training loss of the last update, and the validation loss if the weights after this update were evaluated."""
@@ -210,32 +233,31 @@ class RunRecord:
         del self.losses[update - self._first_update :]
         self.validation_losses = [(at, loss) for at, loss in self.validation_losses if at < update]
 
-    def add_recovery(self, recovery: RecoveredFailure) -> None:
+    def add_recovery(self, recovery: events.RecoveredFailure) -> None:
         """Record a failure that the run has recovered from."""
         self._write(partial(self.folder.add_failure, dataclasses.asdict(recovery)))
         self.phases[-1].notes.append(f"update {recovery.update}: {recovery.text}")
         self.recoveries.append(recovery)
         self._metrics.count(RunCounter.RECOVERIES)
+        self.callbacks.recovery(recovery)
 
-    def count_failure(self) -> None:
+    def count_failure(self, error: Exception, update: int) -> None:
         """Count a failure, whether the run recovers from it or not."""
         self._metrics.count(RunCounter.FAILURES)
+        self.callbacks.failure(events.Failure(update, str(error)))
 
-    def add_checkpoint(self, seconds: float) -> None:
+    def add_checkpoint(self, checkpoint: Checkpoint, seconds: float) -> None:
         """Record that a checkpoint is complete, and how long writing it took."""
         self._metrics.set(RunGauge.CHECKPOINT_TIMESTAMP_SECONDS, time.time())
         self._metrics.set(RunGauge.CHECKPOINT_SECONDS, seconds)
+        index = checkpoint.index
+        self.callbacks.checkpoint(events.SavedCheckpoint(index.update, checkpoint.path, seconds, index.metrics))
 
     def publish(self) -> None:
-        """Send the last figures to Ray's metrics and to the listener."""
-        figures, num_updates = self.figures, self.config.run.num_updates
+        """Send the last figures to Ray's metrics and to the callbacks."""
         for key, name in _GAUGES.items():
-            if key in figures:
-                self._metrics.set(name, figures[key])
-        update = int(figures["updates"])
-        last = {key: figures[key] for key in ("loss", "tokens_per_s", "update_s", "bubble_ratio")}
-        seconds_left = (num_updates - update) * figures["update_s"]
-        unit = "rows" if self._tokens_per_row == 1 else "tokens"
-        self.listener.progress(
-            Progress(update, num_updates, validation_loss=figures.get("validation_loss"), seconds_left=seconds_left, unit=unit, **last)
-        )
+            if key in self.figures:
+                self._metrics.set(name, self.figures[key])
+        if self._window is not None:
+            self.callbacks.window(dataclasses.replace(self._window, validation_loss=self.figures.get("validation_loss")))
+            self._window = None

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from raypipe.actors.orders import BuildOrder
 from raypipe.actors.stage.checkpoint import Checkpoint
 from raypipe.artifacts.storage import Storage
+from raypipe.callbacks.events import RecoveredFailure
 from raypipe.cluster.coordinator import Coordinator
 from raypipe.cluster.discovery import end_processes, spare_slots
 from raypipe.cluster.slots import resources_per_device
@@ -21,7 +22,6 @@ from raypipe.config import FailureConfig
 from raypipe.errors import FormatError, PlanError, RunError, StageRaisedError, StateLostError, TransportError
 from raypipe.training.adaptive import AdaptiveStrategy
 from raypipe.training.record import RunRecord
-from raypipe.training.result import RecoveredFailure
 from raypipe.training.strategy import Strategy
 from raypipe.training.sums import SumAdaptation
 
@@ -88,7 +88,7 @@ class Recovery:
         Raises:
             RunError: The failure is one too many, or no device or state is left to go on with.
         """
-        self.record.count_failure()
+        self.record.count_failure(error, update)
         self._count(error, update)
         first, since_s = error, time.monotonic()
         for _ in range(_MOST_TRIES):
@@ -99,7 +99,7 @@ class Recovery:
                 raise RunError(f"{error}; the run cannot go on with the devices that are left: {problem}") from error
             except RunError as next_error:
                 error = next_error
-                self.record.listener.notice(f"recovering failed, trying again: {error}")
+                self.record.notice(f"recovering failed, trying again: {error}")
         else:
             raise error
         seconds = time.monotonic() - since_s
@@ -107,7 +107,7 @@ class Recovery:
         self.copies.drop_after(source.update)
         self.record.rewind(source.update)
         self.record.add_recovery(RecoveredFailure(update, source.update, source.text, seconds, text, str(first)))
-        self.record.listener.notice(text)
+        self.record.notice(text)
         return source.update
 
     def rewind(self, *, update: int) -> int:
@@ -127,7 +127,7 @@ class Recovery:
             if place in self._raised:
                 raise _twice(error)  # the model's own fault, which it would repeat for ever
             self._raised.add(place)
-        self.record.listener.notice(f"failure {self.num_failures} of at most {self.config.max_failures} in a row: {error}")
+        self.record.notice(f"failure {self.num_failures} of at most {self.config.max_failures} in a row: {error}")
 
     def _restore(self, error: RunError | None, update: int) -> tuple[Source, str]:
         actors = self.coordinator.actors
@@ -145,7 +145,7 @@ class Recovery:
             try:
                 self.coordinator.restore(source.states, order=self.build_order(), programs=programs, patterns=self.sums.begin(programs))
             except (StateLostError, FormatError) as loss:
-                self.record.listener.notice(f"{source.text} cannot be used: {loss}")
+                self.record.notice(f"{source.text} cannot be used: {loss}")
                 actors.rest([])
                 continue
             return source, changes
@@ -186,7 +186,7 @@ class Recovery:
             self._plan_anew(update)
         except PlanError as problem:
             self._doubted_links.discard(self._cut_links.pop())
-            self.record.listener.notice(f"no plan does without the lost link ({problem}): trying again with it")
+            self.record.notice(f"no plan does without the lost link ({problem}): trying again with it")
 
     def _plan_anew(self, update: int) -> None:
         """Choose a plan for the devices and links that are left."""
@@ -197,7 +197,7 @@ class Recovery:
             for pair in itertools.product(one - other, other - one):
                 topology = topology.without_link(*pair)
         strategy = AdaptiveStrategy(before.config, before.model, window_sizes=before.schedules, start=whole, can_divide=False)
-        strategy.prepare_without(coordinator, topology, lost=gone, notice=self.record.listener.notice)
+        strategy.prepare_without(coordinator, topology, lost=gone, notice=self.record.notice)
         left = len(whole.launched) - len(gone)
         self.adopt(strategy, update, f"{left} of {len(whole.launched)} devices are left" if gone else "a link is lost")
 
@@ -230,7 +230,7 @@ class Recovery:
         programs = strategy.programs()
         patterns = self.sums.begin(programs)
         self.coordinator.move(strategy.devices, strategy.stages, order=self.build_order(), programs=programs, patterns=patterns)
-        self.record.listener.notice(f"update {update}: going on{changes}")
+        self.record.notice(f"update {update}: going on{changes}")
 
     def _sources(self) -> Iterator[Source]:
         """Yield the states to go on from, the newest first; of the same update that in memory."""

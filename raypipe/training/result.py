@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal
 
 from raypipe.actors.stage.checkpoint import Checkpoint
 from raypipe.analysis.comparison import ComparedFigure
 from raypipe.artifacts.plan import Plan
+from raypipe.callbacks.events import RecoveredFailure
 
 Resume = bool | Literal["auto"]
 """Whether a run goes on from a checkpoint; `auto` where there is a run of its name, which then need not have one."""
@@ -18,72 +19,13 @@ class StoppedRun(KeyboardInterrupt):
 
 
 @dataclass(frozen=True)
-class Progress:
-    """State of a run after a window.
-
-    Attributes:
-        loss: Training loss of the last update.
-        tokens_per_s: Rows per second where rows are not tokens.
-        bubble_ratio: Idle share of the devices' time in the window.
-        unit: What `tokens_per_s` counts: "tokens" or "rows".
-    """
-
-    update: int
-    num_updates: int
-    loss: float
-    validation_loss: float | None
-    tokens_per_s: float
-    update_s: float
-    bubble_ratio: float
-    seconds_left: float
-    unit: str = "tokens"
-
-
-class Listener(Protocol):
-    """Receives notices and progress."""
-
-    def notice(self, text: str) -> None:
-        """Receive one line for the user."""
-
-    def progress(self, progress: Progress) -> None:
-        """Receive the state after a window."""
-
-
-class Silent:
-    """A listener that ignores everything."""
-
-    def notice(self, text: str) -> None:
-        """See `Listener`."""
-
-    def progress(self, progress: Progress) -> None:
-        """See `Listener`."""
-
-
-@dataclass(frozen=True)
-class RecoveredFailure:
-    """A failure that a run has recovered from.
-
-    Attributes:
-        update: Updates that were done when it failed.
-        from_update: Updates that were done in the state that the run went on from.
-        source: Where this state came from.
-    """
-
-    update: int
-    from_update: int
-    source: str
-    recovered_s: float
-    text: str
-    error: str
-
-
-@dataclass(frozen=True)
 class Result:
     """What a run returns.
 
     Attributes:
         path: Run folder.
-        metrics: Last values of `loss`, `validation_loss`, `tokens_per_s`, `update_s`, `bubble_ratio` and `updates`.
+        metrics: Last values of `loss`, `validation_loss`, `samples_per_s`, `tokens_per_s` (where the data has tokens), `update_s`,
+            `bubble_ratio` and `updates`.
         losses: Training loss of each update of this fit.
         validation_losses: Pairs (updates done, loss).
         checkpoint: Last checkpoint.
@@ -91,6 +33,8 @@ class Result:
         figures: Predicted against measured.
         sample: Generated text; empty unless configured.
         recoveries: Failures that the run has recovered from.
+        stop_reason: Why a callback ended the run before its last update; empty if none did.
+        callback_errors: What callbacks raised that the run went on without.
     """
 
     path: str
@@ -102,3 +46,5 @@ class Result:
     figures: list[ComparedFigure]
     sample: str
     recoveries: tuple[RecoveredFailure, ...] = ()
+    stop_reason: str = ""
+    callback_errors: tuple[str, ...] = ()

@@ -21,12 +21,16 @@ from raypipe.artifacts.versions import versions
 from raypipe.config import TrainConfig, cache_folder
 from raypipe.errors import ConfigError, FormatError
 from raypipe.training.run_lock import LOCK
+from raypipe.units import size
 
 FAILURE = "failure.json"
 """Why a run ended before its last update."""
+ENDED_EARLY = "EndedEarly"
+"""Kind of this end where a callback asked for it."""
 CONFIG = "config.yaml"
 METRICS = "metrics.jsonl"
 _MOST_RUNS = 10_000
+_STATES = 3  # a weight and two moments of the optimizer
 _UNTIL = re.compile(r".*-until-update-(\d+)\.(?:json|yaml)")
 
 
@@ -197,6 +201,30 @@ class RunFolder:
         """Begin again in the folder of a run that ended before its first checkpoint."""
         self._drop_after(0)
         self.begin(config)
+
+    def check_room(self, weight_bytes: int, *, num_to_keep: int, notice: Callable[[str], None]) -> None:
+        """Refuse a disk without room for one checkpoint of so many bytes of weights; tell `notice` of one without room for all.
+
+        Raises:
+            ConfigError: Says what is free and what a checkpoint takes.
+        """
+        if self.remote is not None:
+            return
+        free_bytes, checkpoint_bytes = shutil.disk_usage(self.path).free, weight_bytes * _STATES
+        remedy = f"make room, or choose another run.storage_path than {self.path.parent}"
+        if free_bytes < checkpoint_bytes:
+            problem = f"a checkpoint of this model takes about {size(checkpoint_bytes)}, but {size(free_bytes)} are free there"
+            raise ConfigError(f"{self.name}: {problem}; {remedy}")
+        num_at_once = num_to_keep + 1  # the oldest goes when the newest is there
+        if num_to_keep and free_bytes < num_at_once * checkpoint_bytes:
+            notice(
+                f"{self.name}: {size(free_bytes)} are free, {num_at_once} checkpoints take about {size(num_at_once * checkpoint_bytes)}: "
+                f"{remedy}, or lower run.num_to_keep"
+            )
+
+    def end_early(self, reason: str, *, update: int) -> None:
+        """Write why a run has all the updates that it will have, though fewer than configured."""
+        self.write_json(FAILURE, {"problem": reason, "kind": ENDED_EARLY, "updates": update})
 
     def new_checkpoint(self, update: int) -> Storage:
         """Return an empty folder for a checkpoint; raises `OSError`."""

@@ -13,7 +13,7 @@ from raypipe.artifacts.checkpoint_files import finished_folders
 from raypipe.artifacts.storage import Storage
 from raypipe.config import TrainConfig
 from raypipe.errors import ConfigError, FormatError
-from raypipe.training.run_folder import CONFIG, FAILURE, METRICS
+from raypipe.training.run_folder import CONFIG, ENDED_EARLY, FAILURE, METRICS
 from raypipe.training.run_lock import living_owner
 
 
@@ -22,12 +22,15 @@ class RunState(StrEnum):
 
     RUNNING = "running"
     FINISHED = "finished"
-    """It has all of its updates."""
+    """It has all of its updates, or a callback ended it."""
     STOPPED = "stopped"
     """Somebody asked it to end."""
     FAILED = "failed"
     LOST = "lost"
     """Its process ended without a word."""
+
+
+_ENDS = {"StoppedRun": RunState.STOPPED, "KeyboardInterrupt": RunState.STOPPED, ENDED_EARLY: RunState.FINISHED}
 
 
 @dataclass(frozen=True)
@@ -92,8 +95,7 @@ def _state(folder: Storage, *, is_complete: bool) -> tuple[RunState, str]:
         return RunState.RUNNING, str(owner)
     with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
         failure = json.loads(folder.read(FAILURE))
-        kind = RunState.STOPPED if failure["kind"] in {"StoppedRun", "KeyboardInterrupt"} else RunState.FAILED
-        return kind, str(failure["problem"]).splitlines()[0]
+        return _ENDS.get(failure["kind"], RunState.FAILED), str(failure["problem"]).splitlines()[0]
     return (RunState.FINISHED, "") if is_complete else (RunState.LOST, "its process ended without a word; `--resume auto` goes on")
 
 

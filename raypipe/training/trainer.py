@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from typing import Any
 
@@ -10,8 +10,13 @@ from raypipe.actors.execution.batches import FileSource
 from raypipe.actors.execution.faults import FaultScript
 from raypipe.actors.orders import BatchFunction
 from raypipe.artifacts.plan import Plan
+from raypipe.callbacks.base import Callback
+from raypipe.callbacks.catalogue import given_names, make_callback
+from raypipe.callbacks.group import CallbackGroup
+from raypipe.callbacks.progress import Progress
 from raypipe.config import (
     AdaptationConfig,
+    CallbackConfig,
     ClusterConfig,
     CommunicationConfig,
     DataConfig,
@@ -28,7 +33,7 @@ from raypipe.errors import ConfigError
 from raypipe.model import Model
 from raypipe.training.checks import with_plan
 from raypipe.training.fit import Fit
-from raypipe.training.result import Listener, Result, Resume, Silent
+from raypipe.training.result import Result, Resume
 from raypipe.user_code import located, name_of
 
 
@@ -51,6 +56,8 @@ class Trainer:
         adaptation_config: Whether and when to switch plans.
         communication_config: What devices sum and send each other.
         failure_config: What the run does about failures.
+        callbacks: What receives the events of the run, beside its progress on stderr (`RunConfig.show_progress`): callbacks, or names as in
+            the configuration.
         plan: `raypipe.plan/1` file that decides about stages, devices, schedule and microbatches.
         faults: Failures to inject, for drills.
 
@@ -78,6 +85,7 @@ class Trainer:
         adaptation_config: AdaptationConfig | None = None,
         communication_config: CommunicationConfig | None = None,
         failure_config: FailureConfig | None = None,
+        callbacks: Sequence[Callback | CallbackConfig | str] = (),
         plan: str | None = None,
         faults: FaultScript | None = None,
     ) -> None:
@@ -94,8 +102,10 @@ class Trainer:
             adaptation=adaptation_config or AdaptationConfig(),
             communication=communication_config or CommunicationConfig(),
             failure=failure_config or FailureConfig(),
+            callbacks=given_names(callbacks),
             plan=plan,
         )
+        self.callbacks = [make_callback(one) for one in callbacks]
         self.plan = Plan.load(plan) if plan is not None else None
         self.config = with_plan(config, self.plan) if self.plan is not None else config
         if batches is None and data_config is None:
@@ -110,25 +120,25 @@ class Trainer:
         )
 
     @classmethod
-    def of(cls, config: TrainConfig, *, faults: FaultScript | None = None) -> Trainer:
-        """Return the trainer of a configuration."""
-        model = config.model
-        sections = {f"{field.name}_config": getattr(config, field.name) for field in fields(config) if field.name not in {"model", "plan"}}
+    def of(cls, config: TrainConfig, *, faults: FaultScript | None = None, callbacks: Sequence[Callback] = ()) -> Trainer:
+        """Return the trainer of a configuration; `callbacks` come before those that it names."""
+        model, others = config.model, {"model", "plan", "callbacks"}
+        sections = {f"{field.name}_config": getattr(config, field.name) for field in fields(config) if field.name not in others}
         return cls(
             model.function,
             model_options=model.options,
             precision=model.precision,
             compile_layers=model.compile,
+            callbacks=[*callbacks, *config.callbacks],
             plan=config.plan,
             faults=faults,
             **sections,
         )
 
-    def fit(self, *, listener: Listener | None = None, resume: Resume = False) -> Result:
+    def fit(self, *, resume: Resume = False) -> Result:
         """Train, and return the outcome.
 
         Args:
-            listener: Receives notices and progress.
             resume: Whether to go on from the newest checkpoint of this name, whatever stages wrote it. With `auto` the newest run of this
                 name goes on, or begins again if it has no checkpoint, or returns its result if it has all updates; without one, a run
                 begins.
@@ -144,6 +154,10 @@ class Trainer:
             batches=self.batches,
             plan=self.plan,
             faults=self.faults,
-            listener=listener or Silent(),
+            callbacks=self._group(),
             resume=resume,
         ).run()
+
+    def _group(self) -> CallbackGroup:
+        shows = self.config.run.show_progress and not any(isinstance(one, Progress) for one in self.callbacks)
+        return CallbackGroup([*([Progress()] if shows else []), *self.callbacks])

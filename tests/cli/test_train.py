@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import os
-import time
 from pathlib import Path
 from typing import NoReturn
 
 import pytest
-from rich.console import Console
 
 from raypipe.actors.stage.checkpoint import Checkpoint
 from raypipe.artifacts.checkpoint_files import CheckpointIndex, FileSums
 from raypipe.cli import main
-from raypipe.cli.train import TrainScreen
 from raypipe.config import TrainConfig
 from raypipe.data.prepare import prepare
 from raypipe.errors import RunError
-from raypipe.training.result import Progress
 from raypipe.training.run_folder import RunFolder
 from raypipe.training.run_lock import RunLock
 from raypipe.training.trainer import Trainer
@@ -143,7 +139,7 @@ def test_resume_stands_before_and_behind_the_configuration(
 ) -> None:
     asked: list[bool | str] = []
 
-    def fit(trainer: Trainer, *, listener: object, resume: bool | str) -> NoReturn:
+    def fit(trainer: Trainer, *, resume: bool | str) -> NoReturn:
         asked.append(resume)
         raise RunError("far enough")
 
@@ -194,21 +190,6 @@ def test_only_altered_checkpoints_are_refused_before_any_actor_starts(
     assert "layer-0000-a.safetensors: has 5 bytes, but 8 were written" in error
     assert "starting" not in error
     assert not folder.file("run.lock").exists()
-
-
-def test_a_long_step_without_a_terminal_tells_its_time(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr("raypipe.cli.train._QUIET_S", 0.05)
-    screen = TrainScreen(Console(stderr=True), num_updates=100)
-    with screen.alive():
-        screen.notice("starting 4 actors")
-        time.sleep(0.3)
-        screen.progress(Progress(10, 100, 1.0, None, tokens_per_s=9.0, update_s=2.0, bubble_ratio=0.2, seconds_left=180.0, unit="rows"))
-        time.sleep(0.3)
-    lines = capsys.readouterr().err.splitlines()
-    assert lines[0] == "starting 4 actors"
-    assert lines.count("starting 4 actors: 0 s so far") >= 2
-    assert "update 10/100  loss 1.000  validation -  9 rows/s  left 3:00" in lines
-    assert lines.count("training after update 10: 0 s so far") >= 2
 
 
 def test_random_bytes_are_no_configuration(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

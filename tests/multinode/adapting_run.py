@@ -16,8 +16,9 @@ from pathlib import Path
 import torch
 
 from raypipe.actors.execution.batches import BatchSource, FixedBatch
+from raypipe.callbacks.base import Callback
+from raypipe.callbacks.events import Run, Window
 from raypipe.config import AdaptationConfig, ClusterConfig, OptimizerConfig, RunConfig, ScalingConfig, ScheduleConfig
-from raypipe.training.result import Progress
 from raypipe.training.trainer import Trainer
 
 NUM_ROWS = 1
@@ -63,14 +64,14 @@ class Rows:
         return FixedBatch({"inputs": torch.zeros(NUM_ROWS, self.width)})
 
 
-class Lines:
+class Lines(Callback):
     """Writes what a run says."""
 
-    def notice(self, text: str) -> None:
+    def on_notice(self, text: str) -> None:
         tell(notice=text)
 
-    def progress(self, progress: Progress) -> None:
-        tell(update=progress.update, update_s=progress.update_s)
+    def on_window(self, run: Run, window: Window) -> None:
+        tell(update=window.update, update_s=window.update_s)
 
 
 def tell(**document: object) -> None:
@@ -83,7 +84,8 @@ def main(topology: str, storage: str, settings: Settings) -> None:
     """Trains."""
     limit = 1 if settings.adapts else None
     trainer = Trainer(
-        "raypipe.models.waiting:waiting",
+        callbacks=[Lines()],
+        model="raypipe.models.waiting:waiting",
         model_options={
             "num_layers": settings.num_layers,
             "width": settings.width,
@@ -108,7 +110,7 @@ def main(topology: str, storage: str, settings: Settings) -> None:
         adaptation_config=AdaptationConfig(enabled=settings.adapts, horizon_updates=100, schedules=tuple(settings.among)),
         plan=settings.plan,
     )
-    result = trainer.fit(listener=Lines())
+    result = trainer.fit()
     tell(path=str(Path(result.path)), plan=result.plan.schedule.name)
 
 

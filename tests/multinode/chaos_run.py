@@ -13,9 +13,10 @@ import time
 
 import ray
 
+from raypipe.callbacks.base import Callback
+from raypipe.callbacks.events import Run, Window
 from raypipe.config import ClusterConfig, DataConfig, FailureConfig, OptimizerConfig, RunConfig, ScalingConfig, ScheduleConfig
 from raypipe.errors import InputError, RunError
-from raypipe.training.result import Progress
 from raypipe.training.trainer import Trainer
 from tests.multinode.adapting_run import tell
 
@@ -24,21 +25,22 @@ CHECKPOINT_EVERY_S = 20.0
 _RETRY_S = 1.0
 
 
-class Lines:
+class Lines(Callback):
     """Writes what a run says."""
 
-    def notice(self, text: str) -> None:
+    def on_notice(self, text: str) -> None:
         tell(notice=text, at_s=time.time())
 
-    def progress(self, progress: Progress) -> None:
-        tell(update=progress.update, update_s=progress.update_s, at_s=time.time())
+    def on_window(self, run: Run, window: Window) -> None:
+        tell(update=window.update, update_s=window.update_s, at_s=time.time())
 
 
 def main() -> None:
     """Run."""
     storage, tokens, num_updates, mode, *plan = sys.argv[1:]
     trainer = Trainer(
-        "raypipe.models.gpt:gpt",
+        callbacks=[Lines()],
+        model="raypipe.models.gpt:gpt",
         model_options={"num_layers": 6, "d_model": 64, "num_heads": 2, "sequence_length": 32, "dtype": "float64"},
         data_config=DataConfig(path=tokens, sequence_length=32, num_validation_microbatches=0),
         schedule_config=ScheduleConfig() if plan else ScheduleConfig(num_microbatches=4, microbatch_size=4, updates_per_window=5),
@@ -52,7 +54,7 @@ def main() -> None:
     ray.init(address="auto", log_to_driver=False, logging_level="ERROR")
     while True:
         try:
-            trainer.fit(listener=Lines(), resume="auto")
+            trainer.fit(resume="auto")
         except (RunError, InputError) as error:
             if mode == "recover" and isinstance(error, RunError):
                 raise

@@ -45,7 +45,8 @@ class Rows:
 def main(plan: str, storage: str, num_updates: int, updates_per_window: int, bits: str) -> None:
     """Trains."""
     trainer = Trainer(
-        "raypipe.models.waiting:waiting",
+        callbacks=[Lines()],
+        model="raypipe.models.waiting:waiting",
         model_options=MODEL,
         batches=Rows(),
         schedule_config=ScheduleConfig(updates_per_window=updates_per_window),
@@ -55,7 +56,7 @@ def main(plan: str, storage: str, num_updates: int, updates_per_window: int, bit
         communication_config=CommunicationConfig(exact=bits == "exact"),
         plan=plan,
     )
-    result = trainer.fit(listener=Lines())
+    result = trainer.fit()
     tell(path=str(Path(result.path)))
 
 

@@ -13,8 +13,9 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+from raypipe.callbacks.base import Callback
+from raypipe.callbacks.events import Run, Window
 from raypipe.config import ClusterConfig, FailureConfig, OptimizerConfig, RunConfig, ScalingConfig, ScheduleConfig
-from raypipe.training.result import Progress
 from raypipe.training.trainer import Trainer
 from tests.actors.oracles import NUM_ROWS, RandomRows
 from tests.multinode.adapting_run import tell
@@ -39,14 +40,14 @@ class Settings:
         return [sys.executable, "-m", __name__, str(storage), json.dumps(dataclasses.asdict(self))]
 
 
-class Lines:
+class Lines(Callback):
     """Writes what a run says."""
 
-    def notice(self, text: str) -> None:
+    def on_notice(self, text: str) -> None:
         tell(notice=text)
 
-    def progress(self, progress: Progress) -> None:
-        tell(update=progress.update, update_s=progress.update_s)
+    def on_window(self, run: Run, window: Window) -> None:
+        tell(update=window.update, update_s=window.update_s)
 
 
 def rows(split: str) -> RandomRows:
@@ -59,7 +60,8 @@ def main() -> None:
     """Run."""
     storage, settings = sys.argv[1], Settings(**json.loads(sys.argv[2]))
     result = Trainer(
-        "raypipe.models.mlp:mlp",
+        callbacks=[Lines()],
+        model="raypipe.models.mlp:mlp",
         model_options={"num_layers": settings.num_layers, "dtype": "float64"},
         batches=rows,
         schedule_config=ScheduleConfig(
@@ -72,7 +74,7 @@ def main() -> None:
             name="run", storage_path=storage, num_updates=settings.num_updates, checkpoint_every=settings.checkpoint_every
         ),
         failure_config=FailureConfig(max_failures=settings.max_failures, copy_share=0.5),
-    ).fit(listener=Lines())
+    ).fit()
     tell(losses=result.losses, path=result.path)
 
 

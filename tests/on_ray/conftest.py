@@ -22,10 +22,12 @@ os.environ.setdefault("RAY_prestart_worker_first_driver", "0")
 
 
 @pytest.fixture(scope="session")
-def local_ray() -> Iterator[None]:
-    """A local Ray cluster with a dashboard, for as many actors as any test has."""
+def local_ray(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """A local Ray cluster with a dashboard, for as many actors as any test has; what they cache is theirs alone."""
     ray = pytest.importorskip("ray")
-    ray.init(address="local", num_cpus=NUM_CPUS, include_dashboard=True, log_to_driver=False, logging_level="ERROR")
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        ray.init(address="local", num_cpus=NUM_CPUS, include_dashboard=True, log_to_driver=False, logging_level="ERROR")
     yield
     ray.shutdown()
 

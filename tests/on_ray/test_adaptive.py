@@ -21,7 +21,8 @@ from raypipe.schedules.ir import WeightRule
 from raypipe.training.adaptive import AdaptiveStrategy
 from raypipe.training.trainer import Trainer
 from tests.actors.oracles import NUM_ROWS, RandomRows, train_unsplit
-from tests.on_ray.test_training import LEARNING_RATE, MAX_GRAD_NORM, NUM_MICROBATCHES, Notices, adamw_settings, rows
+from tests.on_ray.test_training import LEARNING_RATE, MAX_GRAD_NORM, NUM_MICROBATCHES, adamw_settings, rows
+from tests.told import Told, telling
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(180), pytest.mark.filterwarnings("default"), pytest.mark.usefixtures("shared_actors")]
 
@@ -96,9 +97,9 @@ def test_a_run_that_is_moved_four_times_equals_the_unsplit_model(tmp_path: Path,
         max_grad_norm=MAX_GRAD_NORM,
         decay_matrices_only=0.01,
     )
-    notices = Notices()
+    notices = Told()
     adaptation = AdaptationConfig(enabled=True)
-    result = trainer(tmp_path, schedule="1f1b", adaptation=adaptation, shard_optimizer=sharded).fit(listener=notices)
+    result = telling(trainer(tmp_path, schedule="1f1b", adaptation=adaptation, shard_optimizer=sharded), notices).fit()
     assert result.losses == pytest.approx(unsplit.losses, abs=1e-10)
     for index, weights in enumerate(unsplit.layers):
         saved = result.checkpoint.load_layer(index)
@@ -119,8 +120,8 @@ def test_a_run_that_is_moved_four_times_equals_the_unsplit_model(tmp_path: Path,
 
 
 def test_a_run_may_choose_its_schedule_from_the_start(tmp_path: Path) -> None:
-    notices = Notices()
-    result = trainer(tmp_path, schedule="auto", adaptation=AdaptationConfig(), max_mean_staleness=1.0).fit(listener=notices)
+    notices = Told()
+    result = telling(trainer(tmp_path, schedule="auto", adaptation=AdaptationConfig(), max_mean_staleness=1.0), notices).fit()
     assert any(text.startswith("chosen: ") for text in notices.texts)
     assert any("updates late on average: with optimizer.name nadamw" in text for text in notices.texts) == (
         result.plan.schedule.weight_rule is not WeightRule.FLUSH

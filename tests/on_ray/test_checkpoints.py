@@ -13,9 +13,9 @@ from raypipe.actors.stage.checkpoint import Checkpoint
 from raypipe.artifacts.trace import Trace
 from raypipe.config import CheckpointMetric, FailureConfig, OnNonFinite, OptimizerConfig, RunConfig, ScalingConfig, ScheduleConfig
 from raypipe.errors import RunError, StageFailedError
-from raypipe.training.result import Progress
 from raypipe.training.trainer import Trainer
 from tests.actors.oracles import NUM_ROWS, RandomRows
+from tests.told import Told, telling
 
 pytestmark = [
     pytest.mark.ray,
@@ -30,22 +30,6 @@ PER_WINDOW = 3
 def rows(split: str) -> RandomRows:
     assert split in {"train", "validation"}
     return RandomRows()
-
-
-class Told:
-    """Keeps what a run says."""
-
-    def __init__(self) -> None:
-        self.lines: list[str] = []
-
-    def notice(self, text: str) -> None:
-        self.lines.append(text)
-
-    def progress(self, progress: Progress) -> None:
-        pass
-
-    def has(self, text: str) -> bool:
-        return any(text in line for line in self.lines)
 
 
 def trainer(storage: Path | str, *, num_updates: int, rate: float = 0.01, faults: FaultScript | None = None) -> Trainer:
@@ -79,7 +63,7 @@ def test_an_altered_checkpoint_is_left_for_the_one_before_and_said(tmp_path: Pat
     content[-3] ^= 4
     altered.write_bytes(content)
     told = Told()
-    second = trainer(tmp_path, num_updates=12).fit(resume="auto", listener=told)
+    second = telling(trainer(tmp_path, num_updates=12), told).fit(resume="auto")
     assert told.has(f"{newest} is left out: {altered}: ")
     assert told.has(f"resumed from {newest.with_name('update-000006')} at update 6")
     assert not told.has("update 0")
@@ -92,7 +76,7 @@ def test_a_run_with_all_updates_ends_at_once_with_its_result(tmp_path: Path, mon
     first = trainer(tmp_path, num_updates=6).fit(resume="auto")
     monkeypatch.setattr("raypipe.training.fit.stage_actors", None)  # no actor is started
     told = Told()
-    again = trainer(tmp_path, num_updates=6).fit(resume="auto", listener=told)
+    again = telling(trainer(tmp_path, num_updates=6), told).fit(resume="auto")
     assert told.has("has all of its 6 updates already")
     assert (again.path, again.losses, again.checkpoint) == (first.path, first.losses, first.checkpoint)
     assert again.metrics["updates"] == 6

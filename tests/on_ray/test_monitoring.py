@@ -19,11 +19,13 @@ import pytest
 
 from raypipe.actors.measure import metrics
 from raypipe.artifacts.trace import Dimension
+from raypipe.callbacks.base import Callback
+from raypipe.callbacks.events import Run, Window
 from raypipe.cli.top import _document, _screen
 from raypipe.errors import UnknownNameError
 from raypipe.network.chunks import LinkUse
-from raypipe.training.result import Progress
 from tests.on_ray.test_training import TELLS_MEMORY, trainer
+from tests.told import telling
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(300), pytest.mark.usefixtures("local_ray")]
 
@@ -103,7 +105,9 @@ def prometheus(tmp_path: Path) -> Iterator[Prometheus]:
         process.wait(timeout=30)
 
 
-class Watcher:
+class Watcher(Callback):
+    required = True
+
     """Holds a run between its windows until all queries have answers."""
 
     def __init__(self, prometheus: Prometheus) -> None:
@@ -115,10 +119,7 @@ class Watcher:
         self.tops: list[dict[str, Any]] = []
         self.text = ""
 
-    def notice(self, text: str) -> None:
-        pass
-
-    def progress(self, progress: Progress) -> None:
+    def on_window(self, run: Run, window: Window) -> None:
         from raypipe.cli.screen import console
         from raypipe.cluster.watching import RunWatch  # loads Ray
 
@@ -136,7 +137,7 @@ class Watcher:
         links.record_uses({("a", "b"): LinkUse(busy_ratio=0.5, queued_bytes=1, num_bytes={Dimension.MESSAGE: 2})})
         for gauge, value in ((links._bandwidth, 1e9), (links._age, 2.0), (links._changes, 1.0)):
             gauge.set(value, {"source": "a", "target": "b"})
-        if progress.update < 14:  # rates need a window behind them
+        if window.update < 14:  # rates need a window behind them
             return
         deadline = time.monotonic() + 120
         while self.missing and time.monotonic() < deadline:
@@ -151,7 +152,7 @@ def test_every_query_of_the_dashboard_has_data_while_a_run_goes_on(tmp_path: Pat
     watcher = Watcher(prometheus)
     started = trainer(tmp_path, devices=2, checkpoint_every=7)
     started.config = replace(started.config, run=replace(started.config.run, evaluate_every=7))
-    started.fit(listener=watcher)
+    telling(started, watcher).fit()
     assert watcher.missing == {}
     # Prometheus itself shows a series that has gone for no time: it is stale at the next scrape.
     deadline = time.monotonic() + 60

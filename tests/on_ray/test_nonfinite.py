@@ -16,9 +16,9 @@ from raypipe.config import FailureConfig, OnNonFinite, OptimizerConfig, RunConfi
 from raypipe.errors import NonFiniteError
 from raypipe.model import Batch
 from raypipe.models.mlp import mlp
-from raypipe.training.result import Progress
 from raypipe.training.trainer import Trainer
 from tests.actors.oracles import NUM_ROWS, RandomRows, train_unsplit
+from tests.told import Told, telling
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(180), pytest.mark.filterwarnings("default"), pytest.mark.usefixtures("local_ray")]
 
@@ -46,17 +46,6 @@ class Rows:
         return found
 
 
-class Notices:
-    def __init__(self) -> None:
-        self.texts: list[str] = []
-
-    def notice(self, text: str) -> None:
-        self.texts.append(text)
-
-    def progress(self, progress: Progress) -> None:
-        assert progress.update
-
-
 def trainer(folder: Path, rows: Rows, *, policy: OnNonFinite = OnNonFinite.STOP, schedule: str = "1f1b", max_failures: int = 3) -> Trainer:
     return Trainer(
         "raypipe.models.mlp:mlp",
@@ -74,8 +63,8 @@ def trainer(folder: Path, rows: Rows, *, policy: OnNonFinite = OnNonFinite.STOP,
 
 @pytest.mark.usefixtures("shared_actors")
 def test_a_bad_update_is_named_and_left_out_as_if_its_rows_were_not_there(tmp_path: Path) -> None:
-    notices = Notices()
-    found = trainer(tmp_path, Rows(bad=(4, 6))).fit(listener=notices)
+    notices = Told()
+    found = telling(trainer(tmp_path, Rows(bad=(4, 6))), notices).fit()
     torch.set_num_threads(1)
     expected = train_unsplit(
         mlp(num_layers=4, dtype="float64"),

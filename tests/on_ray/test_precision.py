@@ -9,9 +9,9 @@ import torch
 
 from raypipe.config import OptimizerConfig, Precision, RunConfig, ScalingConfig, ScheduleConfig
 from raypipe.models.gpt import gpt
-from raypipe.training.result import Progress
 from raypipe.training.trainer import Trainer
 from tests.actors.oracles import RandomTokens, largest_difference, train_unsplit
+from tests.told import Told, telling
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(180), pytest.mark.filterwarnings("default"), pytest.mark.usefixtures("shared_actors")]
 
@@ -26,19 +26,6 @@ OPTIONS = {"num_layers": 4, "d_model": 32, "num_heads": 2, "sequence_length": 16
 def rows(split: str) -> RandomTokens:
     assert split in {"train", "validation"}
     return RandomTokens()
-
-
-class Notices:
-    """Keeps what a run says."""
-
-    def __init__(self) -> None:
-        self.texts: list[str] = []
-
-    def notice(self, text: str) -> None:
-        self.texts.append(text)
-
-    def progress(self, progress: Progress) -> None:
-        assert progress.loss > 0
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
@@ -56,8 +43,8 @@ def test_a_gpt_over_two_actors_under_autocast_equals_plain_autocast_in_one_proce
         scaling_config=ScalingConfig(num_devices=2),
         run_config=RunConfig(name="test", storage_path=str(tmp_path), num_updates=NUM_UPDATES),
     )
-    said = Notices()
-    result = trainer.fit(listener=said)
+    said = Told()
+    result = telling(trainer, said).fit()
     assert any("precision bf16-mixed" in text for text in said.texts)
     by_precision = [
         train_unsplit(

@@ -26,7 +26,6 @@ from raypipe.config import (
 from raypipe.data.prepare import prepare
 from raypipe.errors import ConfigError, StageFailedError, StageRaisedError
 from raypipe.training.drill import drill
-from raypipe.training.result import Silent
 from raypipe.training.trainer import Trainer
 from tests.actors.oracles import NUM_ROWS, RandomRows
 
@@ -213,9 +212,9 @@ def test_a_drill_strikes_stages_and_compares(tmp_path: Path) -> None:
         run=RunConfig(name="gpt", storage_path=str(tmp_path)),
         failure=FailureConfig(copy_share=1.0),
     )
-    found = drill(config, {FaultKind.KILL: [1], FaultKind.RAISE: [0]}, listener=Silent())
+    found = drill(config, {FaultKind.KILL: [1], FaultKind.RAISE: [0]})
     assert found.largest_difference == 0.0
     assert [(failure.update, failure.from_update) for failure in found.struck.recoveries] == [(4, 4), (6, 6)]
     assert Path(found.struck.path).name == "gpt-drill-2"
     with pytest.raises(ConfigError, match="the run has the stages 0 to 1, not 2; choose one of them to kill"):
-        drill(config, {FaultKind.KILL: [2]}, listener=Silent())
+        drill(config, {FaultKind.KILL: [2]})

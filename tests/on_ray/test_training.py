@@ -20,6 +20,8 @@ from raypipe.actors.stage.checkpoint import Checkpoint
 from raypipe.actors.stage.optimizers import build_optimizer
 from raypipe.artifacts.plan import Plan
 from raypipe.artifacts.trace import Source, Trace
+from raypipe.callbacks.base import Callback
+from raypipe.callbacks.events import Run, Window
 from raypipe.config import (
     ClusterConfig,
     DataConfig,
@@ -36,9 +38,10 @@ from raypipe.errors import ConfigError, PlanError, StageFailedError
 from raypipe.models.mlp import mlp
 from raypipe.schedules.catalogue import build
 from raypipe.schedules.request import ScheduleRequest
-from raypipe.training.result import Progress, Result
+from raypipe.training.result import Result
 from raypipe.training.trainer import Trainer
 from tests.actors.oracles import NUM_ROWS, RandomRows, Trained, train_unsplit
+from tests.told import Told, telling
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(180), pytest.mark.filterwarnings("default"), pytest.mark.usefixtures("local_ray")]
 
@@ -157,26 +160,13 @@ def test_asynchronous_pipelines_in_two_directions_train_and_copies_may_be_publis
     assert losses[-1] < losses[0]
 
 
-class Notices:
-    """Keeps what a run says."""
-
-    def __init__(self) -> None:
-        self.texts: list[str] = []
-
-    def notice(self, text: str) -> None:
-        self.texts.append(text)
-
-    def progress(self, progress: Progress) -> None:
-        assert progress.update
-
-
 @pytest.mark.usefixtures("shared_actors")
 def test_shared_memory_and_gloo_give_the_same_losses_to_the_last_bit(tmp_path: Path) -> None:
     files = set(os.listdir("/dev/shm"))
     losses = {}
     for transport, way in ((Transport.SHM, "through shared memory"), (Transport.GLOO, "over gloo")):
-        notices = Notices()
-        losses[transport] = trainer(tmp_path, num_updates=8, transport=transport).fit(listener=notices).losses
+        notices = Told()
+        losses[transport] = telling(trainer(tmp_path, num_updates=8, transport=transport), notices).fit().losses
         assert f"messages between devices: 6 channels {way}" in notices.texts
     assert losses[Transport.SHM] == losses[Transport.GLOO]
     assert {file for file in set(os.listdir("/dev/shm")) - files if "raypipe" in file} == set()
@@ -185,8 +175,8 @@ def test_shared_memory_and_gloo_give_the_same_losses_to_the_last_bit(tmp_path: P
 @pytest.mark.usefixtures("shared_actors")
 @pytest.mark.parametrize(("schedule", "has_copies"), [("1f1b", False), ("chimera", True)])
 def test_a_run_says_if_it_has_no_copies_of_stages_to_share_the_optimizer(tmp_path: Path, schedule: str, has_copies: bool) -> None:
-    notices = Notices()
-    trainer(tmp_path, schedule=schedule, devices=2, num_updates=2, shard_optimizer=True).fit(listener=notices)
+    notices = Told()
+    telling(trainer(tmp_path, schedule=schedule, devices=2, num_updates=2, shard_optimizer=True), notices).fit()
     assert any("shard_optimizer changes nothing" in text for text in notices.texts) == (not has_copies)
 
 
@@ -237,24 +227,23 @@ def test_batches_of_another_size_than_configured_are_refused(tmp_path: Path) -> 
         wrong.fit()
 
 
-class Watcher:
+class Watcher(Callback):
+    required = True
+
     """Looks at Ray while a run goes on."""
 
     def __init__(self) -> None:
         self.names: list[str] = []
-        self.seen: list[Progress] = []
+        self.seen: list[Window] = []
         self.metrics = ""
 
-    def notice(self, text: str) -> None:
-        assert text
-
-    def progress(self, progress: Progress) -> None:
+    def on_window(self, run: Run, window: Window) -> None:
         import ray
         from ray.util.state import list_actors
 
         address = ray.get_runtime_context().gcs_address  # there may be other clusters on this machine
-        self.seen.append(progress)
-        if progress.update == progress.num_updates:
+        self.seen.append(window)
+        if window.update == run.num_updates:
             alive = list_actors(address=address, filters=[("state", "=", "ALIVE")])
             self.names = [actor.name for actor in alive]
             node = ray.nodes()[0]
@@ -268,7 +257,7 @@ class Watcher:
 TELLS_MEMORY = os.access("/proc/self/clear_refs", os.W_OK)
 METRICS = (
     "ray_raypipe_loss",
-    "ray_raypipe_tokens_per_second",
+    "ray_raypipe_samples_per_second",
     "ray_raypipe_gradient_norm",
     "ray_raypipe_learning_rate",
     "ray_raypipe_busy_seconds_total",
@@ -279,8 +268,8 @@ METRICS = (
 
 def test_metrics_and_names_of_stages_are_there_while_a_run_goes_on(tmp_path: Path) -> None:
     watcher = Watcher()
-    trainer(tmp_path, devices=2).fit(listener=watcher)
-    assert [progress.update for progress in watcher.seen] == [7, 14, 20]
+    telling(trainer(tmp_path, devices=2), watcher).fit()
+    assert [window.update for window in watcher.seen] == [7, 14, 20]
     assert any("stage 0 on device" in name for name in watcher.names)
     assert any("stage 1 on device" in name for name in watcher.names)
     for name in METRICS:

@@ -63,7 +63,7 @@ class Run:
         index = CheckpointIndex(update=0, layers=("a",), model="m", seed=0)
         settings = RunConfig(**config)
         self.checkpoints = Checkpoints(
-            self.folder, lock, settings, index=index, resumed=None, notice=self.told.append, on_saved=lambda _: None
+            self.folder, lock, settings, index=index, resumed=None, notice=self.told.append, on_saved=lambda checkpoint, seconds: None
         )
         self.checkpoints.begin()
 

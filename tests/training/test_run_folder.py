@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import resource
+import shutil
 from pathlib import Path
 
 import pytest
@@ -100,3 +101,16 @@ def test_a_line_that_a_full_disk_takes_in_part_is_taken_back(tmp_path: Path) -> 
     assert updates(folder, "metrics.jsonl") == [1]
     folder.add_metrics({"update": 2, "loss": 2.0})
     assert updates(folder, "metrics.jsonl") == [1, 2]
+
+
+def test_a_disk_without_room_for_a_checkpoint_is_refused_before_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, told = begun(tmp_path, "gpt"), list[str]()
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr("raypipe.training.run_folder.shutil.disk_usage", lambda _: usage._replace(free=2_000_000))
+    with pytest.raises(ConfigError, match=r"takes about 3 MB, but 2 MB are free there; make room"):
+        folder.check_room(1_000_000, num_to_keep=1, notice=told.append)
+    folder.check_room(500_000, num_to_keep=1, notice=told.append)
+    assert "2 MB are free, 2 checkpoints take about 3 MB" in told.pop()
+    folder.check_room(300_000, num_to_keep=1, notice=told.append)
+    folder.check_room(600_000, num_to_keep=0, notice=told.append)
+    assert told == []

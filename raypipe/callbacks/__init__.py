@@ -1,0 +1,1 @@
+"""What receives the events of a run: `raypipe.Callback`, and the bundled ones."""

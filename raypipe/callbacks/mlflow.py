@@ -1,0 +1,86 @@
+"""MLflow."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import time
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from raypipe.callbacks.base import Callback
+from raypipe.callbacks.catalogue import require
+from raypipe.callbacks.events import End, Evaluation, Run, Window
+
+_REFUSED = re.compile(r"[^\w./ -]+")  # in the name of a metric
+_LONGEST_VALUE = 6000  # characters of a parameter
+
+
+class MLflow(Callback):
+    """Logs all figures of a run, and its configuration, to MLflow; the step is the number of the update.
+
+    Args:
+        experiment: Experiment of the run.
+        tracking_uri: Server or folder; left out for MLflow's own choice (`MLFLOW_TRACKING_URI`).
+
+    Raises:
+        ConfigError: The package `mlflow` (or `mlflow-skinny`) is not installed.
+    """
+
+    def __init__(self, *, experiment: str = "raypipe", tracking_uri: str | None = None) -> None:
+        require("mlflow", "mlflow", callback="mlflow")
+        self._experiment, self._tracking_uri = experiment, tracking_uri
+        self._client: Any = None
+        self._id = ""
+
+    def on_start(self, run: Run) -> None:
+        """See `Callback`."""
+        from mlflow.tracking import MlflowClient  # noqa: PLC0415  # takes seconds to load
+
+        client = MlflowClient(tracking_uri=self._tracking_uri)
+        known = client.get_experiment_by_name(self._experiment)
+        experiment_id = client.create_experiment(self._experiment) if known is None else known.experiment_id
+        self._id = client.create_run(experiment_id, run_name=run.name).info.run_id
+        self._client = client
+        for name, value in _flat(dataclasses.asdict(run.config)):
+            client.log_param(self._id, name, str(value)[:_LONGEST_VALUE])
+
+    def on_window(self, run: Run, window: Window) -> None:
+        """See `Callback`."""
+        from mlflow.entities import Metric  # noqa: PLC0415
+
+        now_ms = int(time.time() * 1000)
+        metrics = [
+            Metric(name, value, now_ms, update.number)
+            for update in window.updates[:-1]
+            for name, value in (("loss", update.loss), ("grad_norm", update.grad_norm), ("learning_rate", update.learning_rate))
+            if value is not None
+        ]
+        figures = window.figures().items()
+        metrics += [Metric(_REFUSED.sub("_", name.replace(" -> ", " to ")), value, now_ms, window.update) for name, value in figures]
+        self._client.log_batch(self._id, metrics=metrics)
+
+    def on_evaluation(self, run: Run, evaluation: Evaluation) -> None:
+        """See `Callback`."""
+        self._client.log_metric(self._id, "validation_loss", evaluation.loss, step=evaluation.update)
+
+    def on_end(self, run: Run, end: End) -> None:
+        """See `Callback`."""
+        self._finish("FINISHED" if end.error is None else "KILLED" if isinstance(end.error, KeyboardInterrupt) else "FAILED")
+
+    def close(self) -> None:
+        """See `Callback`."""
+        if self._client is not None:
+            self._finish("FAILED")
+
+    def _finish(self, status: str) -> None:
+        client, self._client = self._client, None
+        client.set_terminated(self._id, status=status)
+
+
+def _flat(content: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in content.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{prefix}{name}.")
+        elif value is not None:
+            yield prefix + name, value
