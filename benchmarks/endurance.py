@@ -25,8 +25,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the model's rows
 
 from raypipe import FailureConfig, OptimizerConfig, RunConfig, ScalingConfig, ScheduleConfig, Trainer
 from raypipe.actors.execution.faults import FaultKind, FaultScript
+from raypipe.callbacks.base import Callback
+from raypipe.callbacks.events import Run, Window
 from raypipe.config import ClusterConfig
-from raypipe.training.result import Progress
 from tests.actors.oracles import NUM_ROWS, RandomRows
 
 KINDS = (FaultKind.KILL, FaultKind.CUT, FaultKind.RAISE)
@@ -72,7 +73,7 @@ def stage_processes() -> list[int]:
     return found
 
 
-class Watcher:
+class Watcher(Callback):
     """Notes what driver and first stage have behind windows."""
 
     def __init__(self) -> None:
@@ -80,15 +81,12 @@ class Watcher:
         self.began_s = time.monotonic()
         self._stages: dict[int, list[Sample]] = {}
 
-    def notice(self, text: str) -> None:
-        """Say nothing of what is expected."""
-
-    def progress(self, progress: Progress) -> None:
+    def on_window(self, run: Run, window: Window) -> None:
         """Look at driver and stages."""
-        self.driver.append(sample(os.getpid(), progress.update))
+        self.driver.append(sample(os.getpid(), window.update))
         for pid in stage_processes():
             with contextlib.suppress(OSError):
-                self._stages.setdefault(pid, []).append(sample(pid, progress.update))
+                self._stages.setdefault(pid, []).append(sample(pid, window.update))
 
     @property
     def samples(self) -> dict[str, list[Sample]]:
@@ -117,10 +115,11 @@ def run(folder: str, *, num_updates: int, num_faults: int) -> tuple[Watcher, int
         optimizer_config=OptimizerConfig(learning_rate=1e-3),
         scaling_config=ScalingConfig(num_devices=2, layers_per_stage=(4, 4)),
         cluster_config=ClusterConfig(dashboard=False, log_to_driver=False, message_timeout_s=20.0),
-        run_config=RunConfig(name="endurance", storage_path=folder, num_updates=num_updates, checkpoint_every_s=20.0),
+        run_config=RunConfig(name="endurance", storage_path=folder, num_updates=num_updates, checkpoint_every_s=20.0, show_progress=False),
         failure_config=FailureConfig(),
         faults=faults,
-    ).fit(listener=watcher)
+        callbacks=[watcher],
+    ).fit()
     return watcher, len(result.recoveries), time.monotonic() - watcher.began_s
 
 

@@ -220,7 +220,7 @@ class Recovery:
         if not (changes := self._replace()):
             return
         if self.strategy is self._first:
-            self.record.listener.notice(f"update {update}: going on{changes}, which have nothing to do yet")
+            self.record.notice(f"update {update}: going on{changes}, which have nothing to do yet")
             return
         if actors.gone or self._cut_links:
             self._plan_anew(update)
