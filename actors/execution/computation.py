@@ -18,6 +18,7 @@ from raypipe.actors.execution.steps import BoundOp, MessageKey, OutgoingMessage,
 from raypipe.actors.stage.backward import PendingWeightGradient, backward_full, backward_input
 from raypipe.actors.stage.gradient_flow import OutputId
 from raypipe.actors.stage.layers import RngKey
+from raypipe.actors.stage.losses import checked_loss
 from raypipe.actors.stage.module import Outputs
 from raypipe.actors.transport.protocol import Transport
 from raypipe.errors import ConfigError
@@ -122,15 +123,7 @@ class WindowLosses:
                 loss = self._model.loss(output[0], batch)
         else:
             loss = output[0].flatten()[:0].sum()  # a mean over nothing would be no number, and so would its gradient
-        if not isinstance(loss, Tensor) or loss.dim():
-            what = f"has shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"is of type {type(loss).__name__}"
-            raise ConfigError(f"the model's loss {what}; expected a scalar tensor, the mean over the rows")
-        if torch.is_grad_enabled() and not loss.requires_grad:
-            raise ConfigError(
-                "the model's loss has no gradient, so nothing would be trained: no weight takes one, or the loss is detached or made of "
-                "constants alone"
-            )
-        return loss
+        return checked_loss(loss)
 
     def add(self, bound: BoundOp, loss: Tensor, weight: float) -> None:
         """Add the loss of a forward to the report."""

@@ -24,6 +24,7 @@ from raypipe.actors.measure.layer_costs import LEAST_TIMED, SLOW_S, USUAL_EFFORT
 from raypipe.actors.stage.backward import backward_full, backward_input
 from raypipe.actors.stage.gradient_flow import LayerOutput, StageOutputs, zero_inputs
 from raypipe.actors.stage.layers import RngKey
+from raypipe.actors.stage.losses import tried_loss
 from raypipe.actors.stage.precision import build_stage, loss_in_float32, prepare
 from raypipe.actors.stage.weights import Optimizer, Weights
 from raypipe.artifacts.cut import Cut
@@ -296,7 +297,7 @@ class _Layer:
         def forward() -> list[Tensor]:
             outputs = self.module(inputs, self.batch, RngKey(0))[self.index]
             if self.index == len(self.model.layers) - 1:
-                return [self.model.loss(outputs[0], self.batch)]
+                return [tried_loss(self.model, outputs, self.batch)]
             return [tensor for tensor in outputs if tensor.requires_grad]
 
         roots, forward_s = self._timed(forward)

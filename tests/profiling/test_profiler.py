@@ -311,3 +311,18 @@ def test_data_that_cannot_be_read_are_refused_before_anything_is_started(tmp_pat
 def test_one_device_of_each_kind_is_enough() -> None:
     with pytest.raises(ConfigError, match="the device kind cpu is given twice"):
         profile_model(config("none.parquet"), kinds=[DeviceKind("cpu"), DeviceKind("cpu", "10.0.0.1")])
+
+
+@pytest.mark.parametrize(
+    ("loss", "problem"),
+    [
+        (lambda output, batch: output.mean(dim=1), r"the model's loss has shape \(4,\); expected a scalar tensor"),
+        (lambda output, batch: 1.0, "the model's loss is of type float"),
+        (lambda output, batch: output.detach().mean(), "the model's loss has no gradient"),
+        (lambda output, batch: batch["labels"], "the model's loss failed: KeyError: 'labels'; it got an output of shape"),
+    ],
+)
+def test_a_loss_that_cannot_be_trained_is_named_before_training(loss: Callable[[Tensor, Batch], Tensor], problem: str) -> None:
+    model = dataclasses.replace(mlp(num_layers=2, width=WIDTH, dtype="float64"), loss=loss)
+    with pytest.raises(ConfigError, match=problem):
+        measure(model, batch("inputs", "targets"))
