@@ -15,10 +15,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from raypipe.planning.lower_bounds import Block, lower_bound, ramp_s
+from raypipe.planning.port_bound import PortBound
 from raypipe.planning.problem import Devices, Floats, Problem
 
 _MOST_BORDERS = 64
 _MOST_SHOWN = 4
+_MOST_PORTS = 64  # Most devices of which each one's port counts; of more, the links are many.
 
 
 @dataclass(frozen=True)
@@ -30,6 +32,7 @@ class PlanBound:
         copies_s: Copies of some layer are summed, or none has copies and devices wait for the pipeline to fill.
         layer_s: The layer that takes longest, on one device or on copies that are summed.
         border_s: What crosses a border between devices.
+        ports_s: What each device contributes passes the links between it and all others.
         layer: Name of the layer of `layer_s`.
         side: Names of the devices behind the border of `border_s`; empty without a border.
     """
@@ -38,18 +41,19 @@ class PlanBound:
     copies_s: float
     layer_s: float
     border_s: float
+    ports_s: float = 0.0
     layer: str = ""
     side: tuple[str, ...] = ()
 
     @property
     def update_s(self) -> float:
         """Largest of the bounds."""
-        return max(self.work_s, self.copies_s, self.layer_s, self.border_s)
+        return max(self.work_s, self.copies_s, self.layer_s, self.border_s, self.ports_s)
 
     @property
     def binding(self) -> str:
         """Name of the largest bound."""
-        return max(("work", "copies", "layer", "border"), key=lambda name: float(getattr(self, f"{name}_s")))
+        return max(("work", "ports", "copies", "layer", "border"), key=lambda name: float(getattr(self, f"{name}_s")))
 
     @property
     def reason(self) -> str:
@@ -59,6 +63,8 @@ class PlanBound:
                 return "all devices compute all the time"
             case "copies":
                 return "copies of some layer sum their gradients, or no layer has copies and the pipeline must fill"
+            case "ports":
+                return "activations, or sums of gradients, pass the links of each device that computes, or fewer devices do all work"
             case "layer":
                 return f"all microbatches of layer {self.layer} pass one device, or several, which sum its gradients after their work"
             case _:
@@ -76,6 +82,7 @@ def plan_bound(problem: Problem) -> PlanBound:
         copies_s=bounds.copies_s(),
         layer_s=layer_s,
         border_s=border_s,
+        ports_s=bounds.ports_s(),
         layer=problem.profile.layers[layer].name,
         side=tuple(problem.names[device] for device in side),
     )
@@ -104,6 +111,34 @@ class _Bounds:
         self.best_latency_s = float(problem.latency_s[off_diagonal].min(initial=math.inf))
         self.layer_bytes = np.diff(problem.summed_prefix)
         self._copied: dict[tuple[float, bytes], float] = {}
+
+    @cached_property
+    def _ports(self) -> PortBound | None:
+        """What passes the ports of devices; `None` for many devices, for shared cores, and where parts of the model are unconnected."""
+        problem = self.problem
+        shares = any(node.cores is not None and node.cores < len(node.devices) for node in problem.topology.nodes)
+        if not 1 < problem.num_devices <= _MOST_PORTS or shares or not self._is_connected:
+            return None
+        own_s = self.device_s / self.alone[:, None] * self.num_microbatches
+        powers = 1 / np.maximum(own_s.sum(axis=1), 1e-300)
+        powers /= powers.sum()
+        rates = []
+        for device in range(problem.num_devices):
+            alone = np.zeros(problem.num_devices, dtype=bool)
+            alone[device] = True
+            rates.append(min(self._capacity(alone, ~alone), self._capacity(~alone, alone)))
+        return PortBound(problem, (powers[:, None] * own_s).min(axis=0), powers, np.array(rates))
+
+    @cached_property
+    def _is_connected(self) -> bool:
+        graph: nx.Graph[int] = nx.Graph()
+        graph.add_nodes_from(range(self.problem.num_layers))
+        graph.add_edges_from(self.problem.edges)
+        return bool(nx.is_connected(graph))
+
+    def ports_s(self) -> float:
+        """Return the bound by the ports of all devices."""
+        return 0.0 if self._ports is None else self._ports.least_s()
 
     def _work_s(self, devices: Devices) -> float:
         # The dual of sharing all work, layer by layer: prices y_l <= z_d x seconds of layer l on device d, where z, by power, sums to 1.
@@ -195,6 +230,8 @@ class _Bounds:
             for (forward_s, input_grad_s, weight_grad_s), feeding in zip(parts.T.tolist(), sources, strict=True)
         ]
         single_s = lower_bound(blocks, num_microbatches=self.num_microbatches, speeds=tuple(self.alone.tolist())).update_s
+        if self._ports is not None:
+            single_s = max(single_s, self._ports.least_s(copies=False))
         with_copies_s = max(self.work_s(), min(map(self._copied_s, range(problem.num_layers))))
         return float(min(single_s, with_copies_s))
 
@@ -247,10 +284,7 @@ class _Bounds:
         smallest tensor between layers), while the others leave (1 - x) of the work to one side; x can be chosen.
         """
         problem = self.problem
-        graph: nx.Graph[int] = nx.Graph()
-        graph.add_nodes_from(range(problem.num_layers))
-        graph.add_edges_from(problem.edges)
-        if not nx.is_connected(graph):
+        if not self._is_connected:
             return 0.0  # Unconnected parts of the model may stay on either side.
         inside = np.zeros(problem.num_devices, dtype=bool)
         inside[list(side)] = True

@@ -7,7 +7,7 @@ from itertools import combinations
 import pytest
 
 from raypipe.artifacts.profile import LayerTimes, ModelProfile, NamedEdge
-from raypipe.artifacts.topology import ClusterTopology, Device, Link, Node, NodeLink
+from raypipe.artifacts.topology import ClusterTopology, Device, Link, Node, NodeLink, SharedLink
 from raypipe.planning import chunks
 from raypipe.planning.evaluator import LayoutEvaluator
 from raypipe.planning.layout import Layout
@@ -17,6 +17,31 @@ from raypipe.planning.solve import solve
 from tests.planning.instances import all_plans, islands, random_problem
 
 ORDERS = ("1f1b", "list", "gpipe", "zb-h1", "zb-h2")
+
+
+def hub(problem: Problem, ports: tuple[float, ...]) -> Problem:
+    """The same devices as nodes at a switch, with ports of so many bytes per second each way."""
+    nodes = problem.topology.nodes
+    shared = []
+    for node, rate in zip(nodes, ports, strict=True):
+        others = [other.name for other in nodes if other is not node]
+        shared.append(
+            SharedLink(name=f"{node.name}/out", bandwidth_bytes_per_s=rate, members=tuple((node.name, other) for other in others))
+        )
+        shared.append(SharedLink(name=f"{node.name}/in", bandwidth_bytes_per_s=rate, members=tuple((other, node.name) for other in others)))
+    topology = ClusterTopology(name="hub", nodes=nodes, default_link=NodeLink(latency_s=0.0), shared_links=tuple(shared))
+    return replace(problem, topology=topology)
+
+
+def hubs() -> list[Problem]:
+    """Stars whose ports decide: slow ones, unequal ones, and sums that cost more or less than activations."""
+    found: list[Problem] = []
+    for seed, ports in enumerate(((5e5, 5e5, 5e5), (3e5, 4e6, 1e5, 1e6), (2e6, 2e6, 2e6, 1e5), (1e6, 1e6, 1e6, 1e6))):
+        problem = random_problem(seed, num_devices=len(ports), num_layers=4 + seed % 2, num_microbatches=6)
+        found.append(hub(problem, tuple(ports)))
+        layers = tuple(replace(layer, parameter_bytes=1000 * layer.parameter_bytes) for layer in problem.profile.layers)
+        found.append(replace(found[-1], profile=replace(problem.profile, layers=layers)))
+    return found
 
 
 def cases() -> list[Problem]:
@@ -37,7 +62,7 @@ def cases() -> list[Problem]:
         for at, node in enumerate(cluster.nodes)
     )
     found.append(Problem(profile, replace(cluster, nodes=nodes), 6, 12))
-    return found
+    return [*found, *hubs()]
 
 
 def odd_cases() -> list[tuple[Problem, Layout]]:
@@ -124,6 +149,19 @@ def test_slow_links_between_islands_raise_the_bound() -> None:
     assert plan_bound(far).update_s > 1.5 * plan_bound(near).update_s
     # It tells how much two islands can give at most: far from twice one island, which is what this comes to.
     assert plan_bound(far).update_s <= solve(LayoutEvaluator(far)).update_s
+
+
+def test_slow_ports_of_a_star_raise_the_bound() -> None:
+    uniform = Problem(
+        ModelProfile.uniform(8, microbatch_size=8, output_bytes=2, parameter_bytes=10**6),
+        ClusterTopology.uniform(4, devices_per_node=1),
+        8,
+        8,
+    )
+    slow, fast = (hub(uniform, (rate,) * 4) for rate in (0.3, 1e9))
+    assert plan_bound(slow).binding == "ports"
+    assert plan_bound(slow).update_s > 1.1 * plan_bound(fast).update_s
+    assert plan_bound(slow).update_s <= solve(LayoutEvaluator(slow)).update_s
 
 
 def test_weights_too_heavy_to_copy_raise_the_bound() -> None:
