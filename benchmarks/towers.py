@@ -39,7 +39,7 @@ from raypipe.planning.evaluator import Evaluation, LayoutEvaluator
 from raypipe.planning.plan_bound import plan_bound
 from raypipe.planning.problem import Problem
 from raypipe.planning.solve import solve
-from raypipe.planning.stopping import Stop
+from raypipe.stopping import Stop, searching
 
 NUM_ROWS, SEQUENCE, NUM_MICROBATCHES, NUM_READS = 8, 512, 32, 4
 TOWERS = {
@@ -106,8 +106,8 @@ def systems(case: Towers, time_limit_s: float | None) -> dict[str, Callable[[], 
     of_branches = Systems(case)
 
     def planned(name: str) -> Evaluation | None:
-        evaluator = LayoutEvaluator(case.problem, poll=Stop.after(time_limit_s, None))
-        return solve(evaluator, name=name)
+        with searching(Stop.after(time_limit_s)):
+            return solve(LayoutEvaluator(case.problem), name=name)
 
     found: dict[str, Callable[[], Evaluation | None]] = {name: partial(planned, name) for name in ("raypipe", *PLANNERS)}
     return found | {"distmm": of_branches.distmm, "graphpipe": of_branches.graphpipe}

@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[1]
 # The folders, and the few modules beside them, from the ground up. A unit may import the floors below its own, and units of its own
 # floor as long as no cycle arises. Every import runs `__init__` first, which is why it stands at the ground.
 FLOORS: tuple[tuple[str, ...], ...] = (
-    ("__init__", "errors", "units"),
+    ("__init__", "errors", "stopping", "units"),
     ("schedules",),
     ("artifacts", "communication"),
     ("model", "config", "user_code", "schedule_registry"),
@@ -32,7 +32,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("cli", "__main__"),
 )
 FLOOR_OF = {unit: floor for floor, units in enumerate(FLOORS) for unit in units}
-STANDARD_LIBRARY_ONLY = {"__init__", "errors", "units", "schedules", "communication"}
+STANDARD_LIBRARY_ONLY = {"__init__", "errors", "stopping", "units", "schedules", "communication"}
 COMMAND_LINE = {"cli", "__main__"}
 
 # What needs a cluster or takes seconds to load; nothing outside of these folders may.

@@ -22,6 +22,7 @@ from raypipe.cli.screen import console, notice, print_json
 from raypipe.errors import InputError, NoPlanYetError
 from raypipe.planning import plan as planning
 from raypipe.planning.evaluator import Evaluation, OnEvaluated
+from raypipe.planning.extrapolation import MOST_EXACT
 from raypipe.planning.planners import AUTO, PLANNERS
 from raypipe.show.console import progress_console
 from raypipe.show.report import Figure, Report, rows_table
@@ -160,7 +161,9 @@ def plan(
     took_s = time.perf_counter() - began_s
     if output:
         found.save(output)
-    communication = stage_communication(found, simulate(found))
+    # A whole update on very many devices would be simulated for longer than it was planned.
+    small = found.schedule.num_microbatches * len(found.devices) <= MOST_EXACT
+    communication = stage_communication(found, simulate(found)) if small else []
     report = plan_report(found, communication, planning_s=took_s)
     if interrupted():
         notice("interrupted: this is the best plan so far")

@@ -63,6 +63,9 @@ class SumTime(NamedTuple):
 
 def sum_time(pattern: Pattern, nodes: Sequence[Hashable], path: PathOf) -> SumTime:
     """Return the seconds of a pattern; `nodes` are those of the members."""
+    if pattern.is_ring:
+        order = [member for (member,) in pattern.groups]
+        return ring_time([nodes[member] for member in order], lambda source, target: path(order[source], order[target]))
     s_per_byte = math.fsum(_phase_s(of_phase, nodes, path) for of_phase in pattern.loads)
     return SumTime(_latency_s(pattern, path), s_per_byte)
 

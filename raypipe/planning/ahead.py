@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
+from raypipe import stopping
 from raypipe.planning.evaluator import Evaluation, LayoutEvaluator
 from raypipe.planning.layout import Layout
 
@@ -29,17 +30,18 @@ def with_forwards_ahead(
     """
     if evaluation is None or evaluation.layout.order not in ORDERS:
         return evaluation
-    for _ in range(most_steps):
-        slow = _slow_hops(evaluation)
-        best = _best(evaluator, _more(evaluation.layout, slow), seconds) if slow else None
-        if best is None or not _gains(best, evaluation, seconds, _LEAST_GAIN):
-            break
-        evaluation = best
-    if sum(map(bool, evaluation.layout.ahead)) > _MOST_HOPS:
-        return evaluation
-    # What no longer gains only takes memory.
-    while (fewer := _best(evaluator, _fewer(evaluation.layout), seconds)) and not _gains(evaluation, fewer, seconds, _NO_GAIN):
-        evaluation = fewer
+    with stopping.part():
+        for _ in range(most_steps):
+            slow = _slow_hops(evaluation)
+            best = _best(evaluator, _more(evaluation.layout, slow), seconds) if slow else None
+            if best is None or not _gains(best, evaluation, seconds, _LEAST_GAIN):
+                break
+            evaluation = best
+        if sum(map(bool, evaluation.layout.ahead)) > _MOST_HOPS:
+            return evaluation
+        # What no longer gains only takes memory.
+        while (fewer := _best(evaluator, _fewer(evaluation.layout), seconds)) and not _gains(evaluation, fewer, seconds, _NO_GAIN):
+            evaluation = fewer
     return evaluation
 
 

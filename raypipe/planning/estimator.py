@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
@@ -16,6 +16,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from raypipe import stopping
 from raypipe.communication.buckets import num_buckets
 from raypipe.planning.layout import Layout
 from raypipe.planning.problem import Devices, Floats, Problem
@@ -24,6 +25,9 @@ from raypipe.planning.shared_wires import CopiedStage, SharedWires
 _WorkerRows = tuple[Devices, Sequence[int]]  # Devices of a worker, and the rows of each.
 
 _MANY_DEVICES = 64  # With more devices, arrays are faster than loops.
+_STAGE_WORK_S = 40e-6  # Of an estimate, for each stage.
+_CHANNEL_WORK_S = 8e-6  # Of a channel, for each device.
+_RUNS_WORK_S = 25e-9  # Of what all runs of layers take on a worker, for each run.
 
 
 class Channel(NamedTuple):
@@ -72,10 +76,9 @@ class RunBytes(NamedTuple):
 
 @dataclass
 class Estimator:
-    """Estimates time and memory of layouts of one problem; `poll` is called now and then, and may raise to end a search."""
+    """Estimates time and memory of layouts of one problem."""
 
     problem: Problem
-    poll: Callable[[], None] = lambda: None
     _channels: dict[tuple[Devices, Devices], Channel] = field(default_factory=dict, repr=False)
     _vectors: dict[tuple[int, int], float] = field(default_factory=dict, repr=False)
     _stages: dict[tuple[Devices, int, int], StageSeconds] = field(default_factory=dict, repr=False)
@@ -97,6 +100,7 @@ class Estimator:
 
     def _channel(self, source: Devices, target: Devices) -> Channel:
         problem = self.problem
+        stopping.spend(_CHANNEL_WORK_S * (len(source) + len(target)))
         loads: dict[str, float] = {}
         latency_s = mean_s_per_byte = 0.0
         rows = problem.rows(source), problem.rows(target)
@@ -150,6 +154,7 @@ class Estimator:
         devices are more than rows.
         """
         problem = self.problem
+        stopping.spend(_RUNS_WORK_S * problem.num_layers**2)
         factors = problem.factors(group)
         if factors is None:
             return None
@@ -249,6 +254,7 @@ class Estimator:
         """Return the seconds of one update, for one pipeline, one stage per worker and whole backwards."""
         problem, workers, cuts = self.problem, layout.workers, layout.cuts
         num_microbatches, num_stages = problem.num_microbatches, layout.num_stages
+        stopping.spend(_STAGE_WORK_S * num_stages)
         stages = [self.stage(group, cuts[n], cuts[n + 1]) for n, group in enumerate(workers)]
         for n in self.recomputed(layout):
             forward_s, backward_s, sum_s = stages[n]

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain, repeat
 
+from raypipe import stopping
 from raypipe.artifacts.plan import Plan, Predicted, Replica
 from raypipe.communication.patterns import Pattern
 from raypipe.errors import NoLinkError
@@ -14,7 +15,6 @@ from raypipe.planning.estimator import Estimator
 from raypipe.planning.layout import Layout
 from raypipe.planning.layout_schedules import ScheduleCache, layout_schedule, window_updates
 from raypipe.planning.problem import Problem
-from raypipe.planning.stopping import Poll, never
 from raypipe.schedule_registry import overlaps
 from raypipe.schedules.ir import Schedule
 from raypipe.schedules.lower import lower
@@ -83,33 +83,31 @@ class LayoutEvaluator:
     """Simulates layouts of one problem, with sums by `patterns` where these have their members, by number in the layout.
 
     Attributes:
-        poll: Called after each simulation and between other steps of a search; raises `SearchStopped` to end it.
+        counts: Whether its layouts are plans with which a search may end; those of shorter updates are not.
         best_so_far: Best layout that was simulated.
-        stopped: Whether `poll` has ended the search for a layout.
+        stopped: Whether the search for a layout was ended early.
     """
 
     problem: Problem
     schedules: ScheduleCache = field(default_factory=ScheduleCache, repr=False)
     on_evaluated: OnEvaluated = ignore
     patterns: Mapping[tuple[int, ...], Pattern] = field(default_factory=dict)
-    poll: Poll = never
+    counts: bool = True
     estimator: Estimator = field(init=False, repr=False)
     best_so_far: Evaluation | None = field(default=None, init=False, repr=False)
     stopped: bool = field(default=False, init=False, repr=False)
 
     def __post_init__(self) -> None:
-        self.estimator = Estimator(self.problem, lambda: self.poll(self.has_plan))
-
-    @property
-    def has_plan(self) -> bool:
-        """Whether a layout that fits was simulated."""
-        return self.best_so_far is not None and not self.best_so_far.missing_bytes
+        self.estimator = Estimator(self.problem)
 
     def note(self, evaluation: Evaluation) -> Evaluation:
-        """Remember a simulated layout if it is the best so far; it may end the search that polls."""
+        """Remember a simulated layout if it is the best so far; the search may end here."""
         self.best_so_far = better(self.best_so_far, evaluation)
         self.on_evaluated(evaluation)
-        self.poll(self.has_plan)
+        if self.counts:
+            if not evaluation.missing_bytes:
+                stopping.note_plan()
+            stopping.spend()
         return evaluation
 
     def simulate(self, layout: Layout) -> Evaluation | None:
@@ -129,11 +127,8 @@ class LayoutEvaluator:
 
     def simulate_at_last(self, layout: Layout) -> Evaluation | None:
         """Simulate a layout though the search has ended."""
-        poll, self.poll = self.poll, never
-        try:
+        with stopping.to_the_end():
             return self.simulate(layout)
-        finally:
-            self.poll = poll
 
     def simulate_exactly(self, layout: Layout) -> Evaluation | None:
         """Simulate a layout that states which forwards run again; `None` where its schedule is refused."""

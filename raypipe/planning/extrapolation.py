@@ -13,14 +13,13 @@ from raypipe.planning.layout import Layout
 from raypipe.planning.layout_schedules import ScheduleCache
 from raypipe.planning.merged import MergedEvaluator, can_merge
 from raypipe.planning.problem import Problem
-from raypipe.planning.stopping import Poll, never
 
 _MOST_WHOLE = 1_024  # Microbatches x devices up to which the devices of a worker are simulated one by one.
 _GAIN = 2  # Least factor by which two short updates must be shorter than the long one.
 # Least microbatches per device by which the two short updates differ; the shorter one has twice as many, enough to fill any schedule.
 _FULL = 2
 _MOST_KEPT = 4
-_MOST_EXACT = 131_072  # Microbatches x devices up to which the last layouts are simulated as whole updates, device by device.
+MOST_EXACT = 32_768  # Microbatches x devices up to which the last layouts are simulated as whole updates, device by device.
 MOST_SIMULATED = 4_096  # Microbatches x devices up to which many layouts are simulated as whole updates in the end.
 
 
@@ -37,12 +36,10 @@ def short_lengths(num_microbatches: int, num_devices: int) -> tuple[int, int] | 
     return (fewer, more) if _GAIN * (fewer + more) <= num_microbatches else None
 
 
-def evaluator_of(
-    problem: Problem, schedules: ScheduleCache | None = None, *, on_evaluated: OnEvaluated = ignore, poll: Poll = never
-) -> LayoutEvaluator:
-    """Return the evaluator whose word is final: by whole updates on all devices, unless that takes a minute and more."""
-    whole = LayoutEvaluator(problem, schedules or ScheduleCache(), on_evaluated, poll=poll)
-    if problem.num_microbatches * min(problem.num_devices, problem.num_layers * problem.microbatch_size) <= _MOST_EXACT:
+def evaluator_of(problem: Problem, schedules: ScheduleCache | None = None, *, on_evaluated: OnEvaluated = ignore) -> LayoutEvaluator:
+    """Return the evaluator whose word is final: by whole updates on all devices, unless that takes many seconds."""
+    whole = LayoutEvaluator(problem, schedules or ScheduleCache(), on_evaluated)
+    if problem.num_microbatches * min(problem.num_devices, problem.num_layers * problem.microbatch_size) <= MOST_EXACT:
         return whole
     return ShortEvaluator.of(whole) or whole
 
@@ -66,7 +63,7 @@ class ShortEvaluator(LayoutEvaluator):
         saves = merges or short_lengths(problem.num_microbatches, problem.num_devices) is not None
         if not saves or problem.staleness:
             return None
-        return cls(problem, evaluator.schedules, evaluator.on_evaluated, poll=evaluator.poll, merges=merges)
+        return cls(problem, evaluator.schedules, evaluator.on_evaluated, merges=merges)
 
     def lengths(self, layout: Layout) -> tuple[int, int] | None:
         """Return the microbatches of the two updates that stand for the whole one; `None` where it is simulated."""
@@ -107,7 +104,7 @@ class ShortEvaluator(LayoutEvaluator):
             make = MergedEvaluator if self.merges else LayoutEvaluator
             whole = num_microbatches == self.problem.num_microbatches
             schedules = self.schedules if whole else ScheduleCache(self.schedules.check)
-            part = make(self.problem if whole else self.problem.of_length(num_microbatches), schedules)
+            part = make(self.problem if whole else self.problem.of_length(num_microbatches), schedules, counts=False)
             self._parts[num_microbatches] = part
         evaluation = part.simulate_exactly(layout)
         if part.schedules is not self.schedules:

@@ -51,7 +51,6 @@ class GroupPipelines:
                     workers = tuple(worker for group in path for worker in _divided(groups[group], parts))
                     if workers not in seen:
                         seen.add(workers)
-                        self.estimator.poll()
                         if (layout := self.dealt(workers)) is not None:
                             yield layout
 
@@ -128,7 +127,6 @@ class GroupPipelines:
         rng = random.Random(0)
         best_s = seconds(layout)
         for _ in range(num_steps):
-            self.estimator.poll()
             workers = self._changed(layout, rng)
             changed = None if workers is None else self.dealt(workers)
             if changed is not None and (changed_s := seconds(changed)) < best_s:

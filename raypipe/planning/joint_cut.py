@@ -13,9 +13,11 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
+from raypipe import stopping
 from raypipe.planning.branch_placement import BranchPlacement, Layers, levels, work_s
 from raypipe.planning.problem import Devices, Problem
 
+_MOVE_WORK_S = 1e-6  # Of a move, for each worker.
 _MOST_PAIRED = 64  # moves of single layers of which pairs are tried, too
 
 
@@ -116,7 +118,9 @@ class JointCut:
         """Return the cut that no move improves: the longest worker counts, then the next, then how far stages are from their shares."""
         best, loads = self, _Loads.of(self)
         while True:
-            candidates = sorted((loads.rank_behind(moves), moves) for moves in best._moves())
+            moves_left = list(best._moves())
+            stopping.spend(_MOVE_WORK_S * len(moves_left) * len(self.workers))
+            candidates = sorted((loads.rank_behind(moves), moves) for moves in moves_left)
             for rank, moves in candidates:
                 if rank >= loads.rank_behind(()):
                     return best

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
+from raypipe import stopping
 from raypipe.planning.ahead import with_forwards_ahead
 from raypipe.planning.evaluator import Evaluation, LayoutEvaluator
 from raypipe.schedule_registry import is_file, spec
@@ -38,7 +39,9 @@ def with_late_updates(evaluator: LayoutEvaluator, evaluation: Evaluation | None)
         tried[slots] = later
         return later.timing.steady_update_s
 
-    return tried[fewest_slots(evaluation.timing, seconds)]
+    with stopping.part():
+        return tried[fewest_slots(evaluation.timing, seconds)]
+    return min(tried.values(), key=lambda one: one.timing.steady_update_s)
 
 
 def fewest_slots(timing: Timing, seconds: Callable[[int], float | None]) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
+from raypipe import stopping
 from raypipe.errors import InputError, ScheduleError
 from raypipe.planning.layout import Layout
 from raypipe.planning.problem import Problem
@@ -25,6 +26,8 @@ PlanCheck = Callable[[Schedule, Placement, int], None]
 
 # Updates that are simulated of a window whose updates overlap: the first fills, the last drains, the others are alike.
 _SIMULATED_UPDATES = 5
+_OP_WORK_S = 12e-6  # Of a schedule, for each Op.
+_ITEM_WORK_S = 25e-6  # Of programs, for each Op of a device.
 
 
 def window_updates(problem: Problem, layout: Layout) -> int:
@@ -84,6 +87,9 @@ class _Lowered:
         copied = any(len(members) > 1 for members in self._workers.workers) or len(self.schedule.pipelines) > 1
         buckets = tuple(stage_buckets(problem.profile, layout.cut(problem))) if copied else ()
         if buckets not in self._orders:
+            num_devices = sum(map(len, self._workers.workers))
+            num_ops = sum(map(len, self.schedule.programs)) * num_devices / len(self._workers.workers)
+            stopping.spend(_ITEM_WORK_S * num_ops)
             self._orders[buckets] = CompiledOrder(lower(self.schedule, self._workers, buckets=buckets))
         return self._orders[buckets]
 
@@ -149,6 +155,7 @@ class ScheduleCache:
         window = window_updates(problem, layout)
         # A schedule from a file may exist for the whole window alone.
         num_updates = window if is_file(layout.order) else min(window, _SIMULATED_UPDATES)
+        stopping.spend(_OP_WORK_S * 2 * layout.num_stages * problem.num_microbatches * num_updates)
         schedule = layout_schedule(problem, layout, num_updates=num_updates)
         if problem.profile.loss_couples_rows:
             try:

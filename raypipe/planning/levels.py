@@ -11,12 +11,14 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
+from raypipe import stopping
 from raypipe.planning.estimator import Estimator
 from raypipe.planning.layout import Layout
 from raypipe.planning.problem import Devices, Floats, Problem
 
 _MOST_STARTS = 64
 _MOST_PATHS = 3
+_DEAL_WORK_S = 5e-9  # For each run of layers.
 _LENGTHS = (1.0, 0.75, 0.5, 0.35, 0.25, 0.15)
 """Parts of the nodes that pipelines are tried with: each further one costs ramp and messages."""
 
@@ -118,6 +120,7 @@ def dealt(
         seconds_s = estimator.busy_runs_s(group, None if held is None else held[stage])
         if seconds_s is None:
             return None
+        stopping.spend(_DEAL_WORK_S * problem.num_layers**2)
         reached = np.maximum(best[:, None], seconds_s)
         choices.append(reached.argmin(axis=0))
         best = reached.min(axis=0)

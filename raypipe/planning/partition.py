@@ -24,12 +24,14 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from raypipe import stopping
 from raypipe.planning.estimator import Estimator, RunBytes
 from raypipe.planning.layout import Layout
 from raypipe.planning.problem import Devices, Floats
 
 MOST_UNITS = 32  # Most devices for which the dynamic program is exact; with more, runs of devices count as one unit.
 MOST_POSITIONS = 41  # Most positions for which it is; of more layers, some positions may be cut.
+_ENTRY_WORK_S = 5e-9  # Of an entry of a program's table.
 _WORK_OF_RUN = 250_000  # Times as long as one entry of a program takes a run of units: sums, messages and memory.
 _Seconds = tuple[Floats, Floats]  # Of a microbatch, and of an update.
 
@@ -137,6 +139,7 @@ class Partition:
         again = (self._empty(size, size), self._empty(size, size)) if self.limited and problem.recompute else None
         for i in range(self.num_units):
             for j in range(i + 1, self.num_units + 1):
+                stopping.spend(_ENTRY_WORK_S * size**2)
                 group = self.group(i, j)
                 seconds = self.estimator.runs_s(group)
                 if seconds is None:
@@ -247,11 +250,11 @@ class Partition:
         plans: list[Bottleneck] = []
         levels: list[_Level] = []
         for level in range(min(num_units, size - 1) if by_level else 1):
-            self.estimator.poll()
             now = _Level(num_units, size)
             behind = (levels[-1] if levels else None) if by_level else now
             held = Layout(tuple(range(level + 2)), (), schedule).in_flight(0, self.estimator.problem.num_microbatches)
             for i in reversed(range(num_units)):
+                stopping.spend(_ENTRY_WORK_S * (num_units - i) * size**2)
                 count = num_units - i  # Runs that begin here; the one with all other units has nothing behind it.
                 rest = np.full((count, size), math.inf)
                 following = np.zeros((count, size), dtype=np.int32)

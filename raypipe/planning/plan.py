@@ -18,7 +18,7 @@ from raypipe.planning.problem import Problem
 from raypipe.planning.schedule_search import asynchronous_orders
 from raypipe.planning.search import SearchBudget
 from raypipe.planning.solve import best_division, solve
-from raypipe.planning.stopping import Poll, Stop, never
+from raypipe.stopping import Stop, searching
 
 
 def plan(
@@ -81,11 +81,12 @@ def plan(
         updates_per_window=updates_per_window,
     )
     budget = SearchBudget.usual(problem, effort=effort)
-    poll = Stop.after(time_limit_s, should_stop)
+    stop = Stop.after(time_limit_s, should_stop)
     known: Evaluation | None = None
     if batch_size is not None:
-        problem, known = best_division(problem, name=planner, schedule=schedule, budget=budget, on_evaluated=on_evaluated, poll=poll)
-    return plan_problem(problem, name=planner, schedule=schedule, budget=budget, on_evaluated=on_evaluated, poll=poll, known=known)
+        with searching(stop):
+            problem, known = best_division(problem, name=planner, schedule=schedule, budget=budget, on_evaluated=on_evaluated)
+    return plan_problem(problem, name=planner, schedule=schedule, budget=budget, on_evaluated=on_evaluated, stop=stop, known=known)
 
 
 def plan_problem(
@@ -95,13 +96,13 @@ def plan_problem(
     schedule: str = AUTO,
     budget: SearchBudget | None = None,
     on_evaluated: OnEvaluated = ignore,
-    poll: Poll = never,
+    stop: Stop | None = None,
     known: Evaluation | None = None,
 ) -> Plan:
-    """Plan a problem, at least as well as the layout `known`; `poll` may end the search. Arguments and errors as for `plan`."""
-    evaluator = evaluator_of(problem, on_evaluated=on_evaluated, poll=poll)
-    best = solve(evaluator, name=name, schedule=schedule, budget=budget, known=known)
-    evaluator.poll = never
+    """Plan a problem, at least as well as the layout `known`; `stop` says when the search ends. Arguments and errors as for `plan`."""
+    evaluator = evaluator_of(problem, on_evaluated=on_evaluated)
+    with searching(stop or Stop()):
+        best = solve(evaluator, name=name, schedule=schedule, budget=budget, known=known)
     least_s, reason = bound(problem, schedule)
     return evaluator.plan(best, planner=name, lower_bound_s=least_s, lower_bound_reason=reason)
 

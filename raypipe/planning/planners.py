@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial, reduce
@@ -12,12 +13,13 @@ from raypipe.planning.evaluator import Evaluation, LayoutEvaluator, better, igno
 from raypipe.planning.extrapolation import MOST_SIMULATED, ShortEvaluator
 from raypipe.planning.layout import Layout
 from raypipe.planning.partition import MOST_UNITS
-from raypipe.planning.stopping import SearchStopped
 from raypipe.schedule_registry import is_file, overlaps
+from raypipe.stopping import SearchStopped
 
 AUTO = "auto"  # Instead of a schedule's name: the planner chooses.
 _FEW_PROPOSALS = 4  # Proposals of each baseline with which a search begins.
 _NUM_DECIDED = 2
+_NEAR = 1.05  # Times the best layout up to which short simulations leave open which one is faster.
 
 
 @dataclass(frozen=True)
@@ -94,8 +96,9 @@ def _baselines(evaluator: LayoutEvaluator) -> Iterator[Planner]:
 def _best(planner: Planner, evaluator: LayoutEvaluator, schedule: str, *, ahead_of: Evaluation | None = None) -> Evaluation | None:
     """Return the best proposal of a planner, unless it cannot be better than the layout `ahead_of`.
 
-    Where simulations take long, short ones choose two proposals. Those whose busiest stage or hop alone takes longer than `ahead_of` are
-    left out before, which never leaves out the plan of a planner that is better: so no plan is behind that of a baseline.
+    Where simulations take long, short ones choose two proposals that are not clearly behind `ahead_of`. Those whose busiest stage or hop
+    alone takes longer than `ahead_of` are left out before. Neither leaves out the plan of a planner that is better: so no plan is behind
+    that of a baseline.
     """
     problem, estimator = evaluator.problem, evaluator.estimator
     layouts = list(planner.proposed(evaluator, schedule))
@@ -103,8 +106,9 @@ def _best(planner: Planner, evaluator: LayoutEvaluator, schedule: str, *, ahead_
         layouts = [layout for layout in layouts if problem.num_microbatches * max(estimator.busy_s(layout)) < ahead_of.update_s]
     large = problem.num_microbatches * problem.num_devices > MOST_SIMULATED
     quick = quick_evaluator(replace(evaluator, on_evaluated=ignore), schedule) if large else None
-    if quick is not None and len(layouts) > _NUM_DECIDED:
+    if quick is not None:
         judged = [(quick.simulate(layout), layout) for layout in layouts]
         ranked = sorted((evaluation.rank, at) for at, (evaluation, _) in enumerate(judged) if evaluation is not None)
-        layouts = [layouts[at] for _, at in ranked[:_NUM_DECIDED]]
+        most_s = math.inf if ahead_of is None or ahead_of.missing_bytes else _NEAR * ahead_of.update_s
+        layouts = [layouts[at] for (_, update_s), at in ranked[:_NUM_DECIDED] if update_s < most_s]
     return reduce(better, map(evaluator.simulate, layouts), None)

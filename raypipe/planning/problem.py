@@ -14,6 +14,7 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
+from raypipe import stopping
 from raypipe.artifacts.profile import ModelProfile
 from raypipe.artifacts.topology import ClusterTopology, Overheads, Path
 from raypipe.communication.pattern_choice import LEAST_GAIN, SumTime, ring_time, sum_times
@@ -29,6 +30,8 @@ Floats = npt.NDArray[np.float64]
 Devices = tuple[int, ...]  # Devices of one worker, in the order of their rows and of the ring that sums their gradients.
 
 _MOST_OPS = 20_000_000
+_RING_WORK_S = 5e-6  # Of the time of a ring, for each member.
+PATTERNS_WORK_S = 60e-6  # Of the times of all patterns, for each pair of members.
 
 
 @dataclass(frozen=True)
@@ -267,6 +270,9 @@ class Problem:
 
     @cached_property
     def _pairs(self) -> tuple[Floats, Floats]:
+        of_nodes = self._pairs_of_nodes()
+        if of_nodes is not None:
+            return of_nodes
         bandwidth = np.full((self.num_devices, self.num_devices), math.inf)
         latency_s = np.zeros((self.num_devices, self.num_devices))
         for sources, targets in self.blocks:
@@ -275,6 +281,30 @@ class Problem:
             block = (sources[0], targets[0]) if len(sources) == len(targets) == 1 else np.ix_(sources, targets)
             bandwidth[block] = path.bandwidth_bytes_per_s if path.exists else 0.0
             latency_s[block] = path.latency_s
+        np.fill_diagonal(bandwidth, math.inf)
+        np.fill_diagonal(latency_s, 0.0)
+        return bandwidth, latency_s
+
+    def _pairs_of_nodes(self) -> tuple[Floats, Floats] | None:
+        """Return `_pairs` of nodes with plain links, from these; `None` where links have routes, name devices or share limits."""
+        topology = self.topology
+        numbers = {node.name: number for number, node in enumerate(topology.nodes)}
+        plain = all(link.via is None and link.source in numbers and link.target in numbers for link in topology.links)
+        if topology.shared_links or not plain:
+            return None
+        default = topology.default_link
+        limits = (0.0, math.inf) if default is None else (default.bandwidth_bytes_per_s or math.inf, default.latency_s)
+        bandwidth, latency_s = (np.full((len(numbers), len(numbers)), value) for value in limits)
+        for number, node in enumerate(topology.nodes):
+            if (link := node.link or default) is not None:
+                bandwidth[number, number], latency_s[number, number] = link.bandwidth_bytes_per_s or math.inf, link.latency_s
+        ends = [(numbers[source], numbers[target], link) for link in topology.links for source, target in link.directions]
+        if ends:
+            sources, targets = np.array([(source, target) for source, target, _ in ends]).T
+            bandwidth[sources, targets] = [link.bandwidth_bytes_per_s or math.inf for *_, link in ends]
+            latency_s[sources, targets] = [link.latency_s for *_, link in ends]
+        of_devices = np.ix_(self.nodes_of, self.nodes_of)
+        bandwidth, latency_s = bandwidth[of_devices], latency_s[of_devices]
         np.fill_diagonal(bandwidth, math.inf)
         np.fill_diagonal(latency_s, 0.0)
         return bandwidth, latency_s
@@ -377,12 +407,14 @@ class Problem:
             if not self._all_joined and not self.joined[np.ix_(members, members)].all():
                 times = self._sum_times[group] = sum_times(*self._paths_of(group))
                 return times
+            stopping.spend(_RING_WORK_S * len(group))
             times = (ring_time(*self._paths_of(group)),)
             if 2 < len(group) <= MOST_MESHED:
                 # In another order only the ring in that order differs, and groups whose pairs have equal paths have equal times.
                 members = sorted(group)
                 alike = self.block_of[np.ix_(members, members)].tobytes()
                 if alike not in self._sum_times:
+                    stopping.spend(PATTERNS_WORK_S * len(group) ** 2)
                     self._sum_times[alike] = sum_times(*self._paths_of(tuple(members)))
                 times += self._sum_times[alike]
             self._sum_times[group] = times

@@ -7,12 +7,13 @@ from dataclasses import dataclass, replace
 from functools import partial, reduce
 from itertools import chain, islice, zip_longest
 
+from raypipe import stopping
 from raypipe.planning import branches, chunks, layer_order
 from raypipe.planning.branch_groups import likeness
 from raypipe.planning.branch_placement import Layers
 from raypipe.planning.device_order import canonical
 from raypipe.planning.evaluator import Evaluation, LayoutEvaluator, better
-from raypipe.planning.extrapolation import ShortEvaluator, evaluator_of
+from raypipe.planning.extrapolation import MOST_SIMULATED, ShortEvaluator, evaluator_of
 from raypipe.planning.late import with_hidden_transfers
 from raypipe.planning.layout import Layout
 from raypipe.planning.levels import node_pipelines
@@ -20,9 +21,9 @@ from raypipe.planning.partition import MOST_UNITS
 from raypipe.planning.planners import AUTO, best_of_all, quick_evaluator, starts
 from raypipe.planning.problem import Devices, Problem
 from raypipe.planning.search import LayoutSearch, SearchBudget
-from raypipe.planning.stopping import SearchStopped
 from raypipe.schedule_registry import overlaps
 from raypipe.schedules.families import branch_aware
+from raypipe.stopping import SearchStopped
 
 # Schedules of one stage per worker that `auto` tries besides those that the local search chooses from.
 ONE_STAGE_ORDERS = ("gpipe", "zb-h1", "zb-h2")
@@ -33,6 +34,14 @@ _MANY_SIMULATIONS = 100  # With fewer, some orders stand for all.
 _NUM_CLIMBED = 3  # Kinds of orders with several stages or pipelines whose cuts are improved.
 _LEAST_STEPS = 3  # Of the search for forwards ahead, however small the budget.
 _SLACK = 1.05  # Error of the rank of schedules with a split backward.
+# Shares of the work that is left: of consecutive layers, and of that of the plans of others, of one stage a worker with whole backwards,
+# of other orders of one stage, of several stages or pipelines; of branches.
+_LISTS_SHARE = 0.75
+_OTHERS_SHARE = 0.2
+_WHOLE_SHARE = 0.5
+_ONE_STAGE_SHARE = 0.6
+_SEVERAL_SHARE = 0.6
+_BRANCHES_SHARE = 0.8
 _NEAR = 1.25  # Times the best layout within which layouts of other kinds are improved, where simulations take long.
 
 
@@ -46,7 +55,12 @@ def searched(evaluator: LayoutEvaluator, schedule: str, budget: SearchBudget) ->
     search = _Search.of(evaluator, sorted_problem, schedule, budget)
     on_others = [(_Search.of(evaluator, layer_order.listed(sorted_problem, layers), schedule, budget), layers) for layers in others]
     try:
-        best_sorted = _best_sorted(search, on_others, schedule, budget)
+        found = _Found()
+        with stopping.part(work_s=budget.work_s):
+            found = _found_sorted(search, on_others, schedule)
+        if schedule == AUTO:
+            found = found.joined(_Found(others=search.evaluator.best_so_far))
+        best_sorted = search.decided(found)
         best = None if best_sorted is None else evaluator.simulate(best_sorted.layout.renumbered(numbers))
         best = best_of_all(evaluator, schedule, best)
     except SearchStopped:
@@ -61,18 +75,26 @@ def searched(evaluator: LayoutEvaluator, schedule: str, budget: SearchBudget) ->
     return best
 
 
-def _best_sorted(search: _Search, on_others: Sequence[tuple[_Search, Layers]], schedule: str, budget: SearchBudget) -> Evaluation | None:
-    found = search.on_list()
-    for on_other, layers in on_others:
-        found = found.joined(search.of_list(on_other.on_list(), layers))
+def _found_sorted(search: _Search, on_others: Sequence[tuple[_Search, Layers]], schedule: str) -> _Found:
+    """Return the best layouts; each part of the search ends with what it has once its share of the work is done."""
+    found = _Found()
+    with stopping.part(share=_LISTS_SHARE if schedule == AUTO else 1.0):
+        with stopping.part(share=1 / (1 + len(on_others))):
+            found = search.on_list()
+        for number, (on_other, layers) in enumerate(on_others):
+            with stopping.part(share=1 / (len(on_others) - number)):
+                found = found.joined(search.of_list(on_other.on_list(), layers))
     if schedule in {AUTO, branch_aware.NAME}:
-        found = found.joined(search.on_branches(found.workers))
-    most_steps = max(budget.num_simulations // 30, _LEAST_STEPS)
-    hidden = partial(with_hidden_transfers, search.evaluator, most_steps=most_steps)
+        with stopping.part(share=_BRANCHES_SHARE):
+            found = found.joined(search.on_branches(found.workers))
     if isinstance(search.evaluator, ShortEvaluator):
         near = _near(found.certain, found.others)
         found = replace(found, certain=near(found.certain), others=near(found.others))
-    return _Found(search.whole(hidden(found.certain)), search.whole(hidden(found.others))).best
+    with stopping.part(share=1 / 2):
+        found = replace(found, certain=search.hidden(found.certain))
+    with stopping.part():
+        found = replace(found, others=search.hidden(found.others))
+    return found
 
 
 def _near(*found: Evaluation | None) -> Callable[[Evaluation | None], Evaluation | None]:
@@ -119,7 +141,7 @@ class _Search:
 
     @classmethod
     def of(cls, evaluator: LayoutEvaluator, problem: Problem, schedule: str, budget: SearchBudget) -> _Search:
-        exact = evaluator_of(problem, evaluator.schedules, on_evaluated=evaluator.on_evaluated, poll=evaluator.poll)
+        exact = evaluator_of(problem, evaluator.schedules, on_evaluated=evaluator.on_evaluated)
         return cls(exact, quick_evaluator(exact, schedule) or exact, schedule, budget)
 
     def on_list(self) -> _Found:
@@ -127,28 +149,38 @@ class _Search:
         evaluator, schedule, budget = self.evaluator, self.schedule, self.budget
         few = evaluator.problem.num_devices <= MOST_UNITS
         # Other schedules hold more or fewer activations: which forwards run again is left open.
-        begin = list(starts(evaluator, schedule)) if few else []
+        begin: list[Layout] = []
+        with stopping.part(share=_OTHERS_SHARE):
+            begin += starts(evaluator, schedule) if few else ()
         overlapping = asynchronous_orders(evaluator.problem, schedule)
         several = [order for order in chunks.ORDERS if schedule in {AUTO, order}]
         single = ("1f1b", "list") if several or overlapping else (schedule,)
         search = LayoutSearch(evaluator, single, budget, begin)
-        best = search.run()
+        best: Evaluation | None = None
+        with stopping.part(share=_WHOLE_SHARE if several or overlapping else 1.0):
+            best = search.run()
         if not several and not overlapping:
             return _Found(best)
         tops = search.best_layouts(max(budget.num_simulations // 30, 1))
         one_each = (tuple((device,) for group in top.workers for device in group) for top in tops)
         workers = list(dict.fromkeys([*one_each, *(top.workers for top in tops)]))
-        others = self._of_one_stage(search) if schedule == AUTO else None
+        others: Evaluation | None = None
+        with stopping.part(share=_ONE_STAGE_SHARE if several or overlapping else 1.0):
+            others = self._of_one_stage(search) if schedule == AUTO else None
         # More pipelines have more sums, which late updates may hide: each number is compared with its transfers hidden.
         best_of: dict[tuple[str, int], Evaluation | None] = {}
-        for layout in self._of_several(several, overlapping, workers, tops):
-            key = (layout.order, layout.num_pipelines)
-            best_of[key] = better(best_of.get(key), evaluator.simulate(layout))
+        with stopping.part(share=_SEVERAL_SHARE):
+            for layout in self._of_several(several, overlapping, workers, tops):
+                key = (layout.order, layout.num_pipelines)
+                best_of[key] = better(best_of.get(key), evaluator.simulate(layout))
         ranked = sorted((evaluation for evaluation in best_of.values() if evaluation is not None), key=lambda evaluation: evaluation.rank)
         if isinstance(evaluator, ShortEvaluator) and schedule == AUTO:
             ranked = list(filter(_near(best, others), ranked))
-        for evaluation in ranked[:_NUM_CLIMBED] if schedule == AUTO and not overlapping else ranked:
-            others = better(others, with_hidden_transfers(evaluator, self._climbed(evaluation.layout), most_steps=_LEAST_STEPS))
+        if ranked:
+            others = better(others, ranked[0])
+        with stopping.part():
+            for evaluation in ranked[:_NUM_CLIMBED] if schedule == AUTO and not overlapping else ranked:
+                others = better(others, with_hidden_transfers(evaluator, self._climbed(evaluation.layout), most_steps=_LEAST_STEPS))
         # Single stages stand for a schedule that is asked for by name only as a way to its workers.
         return _Found(best if schedule == AUTO else None, others, tuple(workers))
 
@@ -164,17 +196,20 @@ class _Search:
         num_simulations = self.budget.num_simulations
         others: Evaluation | None = None
         # With few simulations, only the orders that are fastest if memory allows them.
-        for order in ONE_STAGE_ORDERS if num_simulations >= _MANY_SIMULATIONS else _SPLIT_ORDERS:
+        orders = ONE_STAGE_ORDERS if num_simulations >= _MANY_SIMULATIONS else _SPLIT_ORDERS
+        for number, order in enumerate(orders):
             best_of_order: Evaluation | None = None
             seconds = search.split_s if order in _SPLIT_ORDERS else None
             tops = search.best_layouts(max(num_simulations // 8, 1))
             if order in _SPLIT_ORDERS:
                 tops += search.split_layouts(max(num_simulations // 8, 2))
                 tops += node_pipelines(self.evaluator.estimator, orders=(order,), divide=False)
-            for top in dict.fromkeys(tops):
-                best_of_order = better(best_of_order, self.evaluator.simulate(replace(top, order=order, max_in_flight=None)))
-            if best_of_order is not None:
-                others = better(others, search.improved([best_of_order], num_simulations // 4 - 1, seconds=seconds, slack=_SLACK))
+            with stopping.part(share=1 / (len(orders) - number)):
+                for top in dict.fromkeys(tops):
+                    best_of_order = better(best_of_order, self.evaluator.simulate(replace(top, order=order, max_in_flight=None)))
+                if best_of_order is not None:
+                    best_of_order = search.improved([best_of_order], num_simulations // 4 - 1, seconds=seconds, slack=_SLACK)
+            others = better(others, best_of_order)
         return others
 
     def _of_several(
@@ -197,9 +232,10 @@ class _Search:
     def on_branches(self, workers: tuple[tuple[Devices, ...], ...]) -> _Found:
         """Return the best layouts whose stages are of one branch each."""
         best: dict[bool, Evaluation | None] = {True: None, False: None}
-        for layout in self._of_branches(workers):
-            certain = self.schedule == AUTO and _is_certain(layout)
-            best[certain] = better(best[certain], self._climbed(layout))
+        with stopping.part():
+            for layout in self._of_branches(workers):
+                certain = self.schedule == AUTO and _is_certain(layout)
+                best[certain] = better(best[certain], self._climbed(layout))
         return _Found(best[True], best[False])
 
     def _of_branches(self, workers: tuple[tuple[Devices, ...], ...]) -> Iterator[Layout]:
@@ -211,9 +247,18 @@ class _Search:
         if workers:
             yield from branches.replicated_layouts(self.evaluator, tuple(chain.from_iterable(workers[0])))
 
-    def whole(self, evaluation: Evaluation | None) -> Evaluation | None:
-        """Return what was found as whole updates, device by device."""
-        return self.evaluator.decided(evaluation, self.exact) if isinstance(self.evaluator, ShortEvaluator) else evaluation
+    def hidden(self, evaluation: Evaluation | None) -> Evaluation | None:
+        """Return a layout with its transfers hidden."""
+        return with_hidden_transfers(self.evaluator, evaluation, most_steps=max(self.budget.num_simulations // 30, _LEAST_STEPS))
+
+    def decided(self, found: _Found) -> Evaluation | None:
+        """Return the best of what was found as whole updates, device by device; on many devices one layout alone is simulated so."""
+        if not isinstance(self.evaluator, ShortEvaluator):
+            return found.best
+        problem = self.exact.problem
+        if problem.num_microbatches * problem.num_devices > MOST_SIMULATED:
+            return self.evaluator.decided(found.best, self.exact)
+        return _Found(*(self.evaluator.decided(each, self.exact) for each in (found.certain, found.others))).best
 
     def _climbed(self, layout: Layout) -> Evaluation | None:
         # Each step simulates two layouts for each cut.
@@ -244,15 +289,14 @@ def climbed(
     neighbors: Callable[[Layout], Iterator[Layout]] = chunks.neighbors,
 ) -> Evaluation | None:
     """Apply the best of the neighboring changes as long as the simulator finds it better."""
-    for _ in range(most_steps):
-        if evaluation is None:
-            return None
-        # Which forwards run again is left open: other stages may lack memory after a change.
-        simulated = [evaluator.simulate(layout) for layout in neighbors(replace(evaluation.layout, recomputed=None))]
-        best = evaluation
-        for candidate in simulated:
-            best = better(best, candidate) or best
-        if best is evaluation:
-            return evaluation
-        evaluation = best
-    return evaluation
+    best = evaluation
+    with stopping.part():
+        for _ in range(most_steps if evaluation is not None else 0):
+            assert evaluation is not None, "there is a layout to begin with"
+            # Which forwards run again is left open: other stages may lack memory after a change.
+            for layout in neighbors(replace(evaluation.layout, recomputed=None)):
+                best = better(best, evaluator.simulate(layout))
+            if best is evaluation:
+                break
+            evaluation = best
+    return best

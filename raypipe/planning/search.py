@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
 
+from raypipe import stopping
 from raypipe.planning.device_order import orders
 from raypipe.planning.evaluator import Evaluation, LayoutEvaluator
 from raypipe.planning.extrapolation import short_lengths
@@ -35,17 +36,30 @@ _SUMMED = 256  # Devices beyond which what changed workers sum takes most of an 
 _LEAST_SIMULATIONS = 6
 _SIMULATION_WORK = 512.0  # Microbatches x workers of a simulation that counts as one.
 _USUAL_WORKERS = 32  # Most workers that count: with many devices, layouts of more are seldom good.
+_STARTS_SHARE = 0.4  # Of the work of a search.
+_ANNEALING_SHARE = 0.4  # Of the rest.
+_SIMULATIONS_SHARE = 0.6  # Of the rest, before the search goes on around the best.
 
 
 @dataclass(frozen=True)
 class SearchBudget:
-    """Numbers of layouts that annealing estimates, that are simulated, and from which annealing starts; entries of dynamic programs."""
+    """How much a search may try.
+
+    Attributes:
+        num_estimates: Layouts that annealing estimates.
+        num_simulations: Layouts that are simulated.
+        num_starts: Layouts from which annealing starts.
+        program_work: Entries of dynamic programs.
+        num_swaps: Exchanges of workers of pipelines of groups.
+        work_s: Nominal seconds after which the search ends, wherever it is.
+    """
 
     num_estimates: int = 48_000
     num_simulations: int = 320
     num_starts: int = 24
     program_work: float = 3e8
     num_swaps: int = 1_200
+    work_s: float = 36.0
 
     @classmethod
     def usual(cls, problem: Problem, *, effort: float = 1.0) -> SearchBudget:
@@ -61,6 +75,7 @@ class SearchBudget:
             num_simulations=max(round(cls.num_simulations * effort / simulation), _LEAST_SIMULATIONS),
             program_work=cls.program_work * effort,
             num_swaps=max(round(cls.num_swaps * effort / estimate), 1),
+            work_s=cls.work_s * effort,
         )
 
 
@@ -80,14 +95,16 @@ class LayoutSearch:
 
     def run(self) -> Evaluation | None:
         """Return the best layout; `None` where there is none. One that lacks memory is returned only if all do."""
-        for layout in self.starts():
-            self.estimate_s(layout)
+        with stopping.part(share=_STARTS_SHARE):
+            for layout in self.starts():
+                self.estimate_s(layout)
         if not self._estimates:
             return None
         rng = random.Random(0)
         starts = self._different(self.budget.num_starts)
-        for start in starts:
-            self._anneal(start, rng, self.budget.num_estimates // len(starts))
+        with stopping.part(share=_ANNEALING_SHARE):
+            for start in starts:
+                self._anneal(start, rng, self.budget.num_estimates // len(starts))
         return self._simulate()
 
     def starts(self) -> Iterator[Layout]:
@@ -143,7 +160,6 @@ class LayoutSearch:
         """Return the estimated seconds of an update; infinite where memory is short."""
         estimate = self._estimates.get(layout)
         if estimate is None:
-            self.evaluator.poll(self.evaluator.has_plan)
             estimate = math.inf if self.evaluator.estimator.missing_bytes(layout) > 0 else self.evaluator.estimator.estimate_s(layout)
             self._estimates[layout] = estimate
         return estimate
@@ -205,9 +221,10 @@ class LayoutSearch:
             different.setdefault((layout.cuts, layout.order, layout.max_in_flight, *map(frozenset, layout.workers)), layout)
         for layout in islice(different.values(), most):
             variants += [layout if layout.order == order else replace(layout, order=order, max_in_flight=None) for order in self.schedules]
-        for variant in variants:
-            if variant not in evaluated and len(evaluated) < most and (evaluation := self.evaluator.simulate(variant)) is not None:
-                evaluated[variant] = evaluation
+        with stopping.part(share=_SIMULATIONS_SHARE):
+            for variant in variants:
+                if variant not in evaluated and len(evaluated) < most and (evaluation := self.evaluator.simulate(variant)) is not None:
+                    evaluated[variant] = evaluation
         if not evaluated:
             return None
         return self.improved(evaluated.values(), self.budget.num_simulations - len(evaluated))
@@ -220,10 +237,24 @@ class LayoutSearch:
         Only layouts of which the estimate is below the best time are simulated; or with `seconds`, those of which these say so within
         `slack`, scaled as for the best layout.
         """
-        rng = random.Random(1)
         pool = sorted(begin, key=lambda evaluation: (evaluation.rank, str(evaluation.layout)))
         seen = {replace(evaluation.layout, recomputed=None) for evaluation in pool}
         pool = pool[:_POOL]
+        with stopping.part():
+            self._improve(pool, seen, num_simulations, seconds=seconds, slack=slack)
+        return pool[0]
+
+    def _improve(
+        self,
+        pool: list[Evaluation],
+        seen: set[Layout],
+        num_simulations: int,
+        *,
+        seconds: Callable[[Layout], float] | None,
+        slack: float,
+    ) -> None:
+        """Search around a pool of simulated layouts, which always has the best ones."""
+        rng = random.Random(1)
         if seconds is None:
             seconds = self.estimate_s
         else:
@@ -241,5 +272,4 @@ class LayoutSearch:
             seen.add(changed)
             num_simulations -= 1
             if (evaluation := self.evaluator.simulate(changed)) is not None:
-                pool = sorted((*pool, evaluation), key=lambda evaluation: evaluation.rank)[:_POOL]
-        return pool[0]
+                pool[:] = sorted((*pool, evaluation), key=lambda evaluation: evaluation.rank)[:_POOL]

@@ -12,8 +12,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from raypipe import stopping
 from raypipe.communication.pattern_choice import sum_pattern
-from raypipe.planning.problem import Devices, Problem
+from raypipe.planning.problem import PATTERNS_WORK_S, Devices, Problem
 
 
 class CopiedStage(NamedTuple):
@@ -58,6 +59,7 @@ class SharedWires:
 
     def _loads_per_byte(self, group: Devices, num_bytes: float) -> Mapping[str, float]:
         problem = self.problem
+        stopping.spend(PATTERNS_WORK_S * len(group) ** 2)
         nodes = [problem.node_of[device] for device in group]
         pattern = sum_pattern(nodes, lambda one, other: problem.path(group[one], group[other]), num_bytes)
         shared = {link.name for link in problem.topology.shared_links}

@@ -17,7 +17,6 @@ from raypipe.planning.planners import AUTO, PLANNERS, Planner, best_proposal
 from raypipe.planning.problem import Problem
 from raypipe.planning.schedule_search import searched
 from raypipe.planning.search import SearchBudget
-from raypipe.planning.stopping import Poll, never
 from raypipe.schedule_registry import spec
 from raypipe.units import size
 
@@ -82,7 +81,7 @@ def _best_on_any_list(search: Callable[[LayoutEvaluator], Evaluation | None], ev
     in_order, layers = canonical(evaluator.problem)
     if in_order is evaluator.problem:
         return search(evaluator)
-    on_list = evaluator_of(in_order, evaluator.schedules, on_evaluated=evaluator.on_evaluated, poll=evaluator.poll)
+    on_list = evaluator_of(in_order, evaluator.schedules, on_evaluated=evaluator.on_evaluated)
     best = search(on_list)
     evaluator.stopped = on_list.stopped
     if best is not None:
@@ -142,7 +141,6 @@ def best_division(
     schedule: str = AUTO,
     budget: SearchBudget | None = None,
     on_evaluated: OnEvaluated = ignore,
-    poll: Poll = never,
 ) -> tuple[Problem, Evaluation]:
     """Return the problem with the division of its rows that a quick search finds best, and the layout that it finds.
 
@@ -164,7 +162,7 @@ def best_division(
     for num_microbatches, microbatch_size in divided(batch_size, most_microbatches=_MICROBATCHES_PER_DEVICE * problem.num_devices):
         candidate = replace(problem, num_microbatches=num_microbatches, microbatch_size=microbatch_size)
         try:
-            evaluation = solve(evaluator_of(candidate, on_evaluated=on_evaluated, poll=poll), name=name, schedule=schedule, budget=quick)
+            evaluation = solve(evaluator_of(candidate, on_evaluated=on_evaluated), name=name, schedule=schedule, budget=quick)
         except PlanError as error:
             failure = error
             continue

@@ -11,12 +11,15 @@ import heapq
 from collections import deque
 from dataclasses import dataclass, field
 
+from raypipe import stopping
 from raypipe.schedules.lower import Message
 from raypipe.simulation.compiled import COMPUTE, GO_ON, RECV, SEND, START, CompiledOrder, SlotClass
 from raypipe.simulation.cost import Cost, SharedCompute
 from raypipe.simulation.transfers import OrderTransfers
 
 _UNKNOWN = -1.0
+_EVENT_WORK_S = 6e-6
+_EVENTS_AT_ONCE = 256  # Between two questions whether the computation shall end.
 _TAKES_PART = 1
 """Stands for an epoch where a program takes part in collectives whose sums have ended."""
 
@@ -90,7 +93,11 @@ class EventLoop:
         """Run all programs to their ends."""
         for program in range(len(self.heads)):
             self._push(0.0, program)
+        num_events = 0
         while self.heap:
+            num_events += 1
+            if num_events % _EVENTS_AT_ONCE == 0:
+                stopping.spend(_EVENT_WORK_S * _EVENTS_AT_ONCE)
             now_s, _, program, epoch = heapq.heappop(self.heap)
             if program < 0:
                 if -1 - program >= len(self.groups):

@@ -18,6 +18,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+from raypipe import stopping
 from raypipe.schedules.ir import Op, OpKind
 from raypipe.schedules.search.dispatch import Key, Room, TimedPipelines, dispatch
 from raypipe.schedules.steps import StepRun, run_steps
@@ -34,6 +35,7 @@ _MOST_DRAFTED_OPS = 300_000  # Ops of all orders of few microbatches of one plac
 _NUM_POLISHED = 3  # drafts that are improved
 _LONGEST_MOVE = 8  # Ops that another may pass in one move
 _EPSILON = 1e-9
+_OP_WORK_S = 2e-6  # Of running an order, for each Op.
 
 
 @dataclass(frozen=True)
@@ -116,6 +118,7 @@ class BranchSearch:
         return Found(programs, max((row[-1].end_s for row in done if row), default=0.0), held) if held <= self.max_held + _EPSILON else None
 
     def _run(self, programs: Programs) -> StepRun[Op]:
+        stopping.spend(_OP_WORK_S * self._num_ops)
         return run_steps(programs, seconds=self._seconds.__getitem__, needs=self._needs.__getitem__)
 
     @cached_property

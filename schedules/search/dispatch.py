@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
+from raypipe import stopping
 from raypipe.schedules.ir import Op, OpKind, Schedule, StageGraph, UpdateScope, ops_of
 from raypipe.schedules.request import ScheduleRequest, StageTimes
 from raypipe.schedules.steps import run_steps
@@ -170,6 +171,7 @@ def dispatch(line: TimedPipelines, *, turns: int, key: Key, in_flight: int | Non
     return _Window(line, turns, key, in_flight or turns, room).run()
 
 
+_EVENT_WORK_S = 10e-6  # Of all that happens at one time.
 _Waiting = tuple[tuple[float, ...], int, int, Op]
 """Rank, tie-breaking number, position among the steps of the pipeline, Op."""
 
@@ -202,6 +204,7 @@ class _Window:
         events = self.events
         self._admit(0.0)
         while events:
+            stopping.spend(_EVENT_WORK_S)
             now_s = events[0][0]
             touched: set[int] = set()
             while events and events[0][0] == now_s:
