@@ -30,23 +30,32 @@ def with_forwards_ahead(
     """
     if evaluation is None or evaluation.layout.order not in ORDERS:
         return evaluation
+    tried: list[Evaluation] = []
     with stopping.part():
         for _ in range(most_steps):
             slow = _slow_hops(evaluation)
-            best = _best(evaluator, _more(evaluation.layout, slow), seconds) if slow else None
+            best = _best(evaluator, _more(evaluation.layout, slow), seconds, tried) if slow else None
             if best is None or not _gains(best, evaluation, seconds, _LEAST_GAIN):
                 break
             evaluation = best
         if sum(map(bool, evaluation.layout.ahead)) > _MOST_HOPS:
             return evaluation
         # What no longer gains only takes memory.
-        while (fewer := _best(evaluator, _fewer(evaluation.layout), seconds)) and not _gains(evaluation, fewer, seconds, _NO_GAIN):
+        while (fewer := _best(evaluator, _fewer(evaluation.layout), seconds, tried)) and not _gains(evaluation, fewer, seconds, _NO_GAIN):
             evaluation = fewer
-    return evaluation
+        return evaluation
+    best = min(tried, key=lambda other: (other.missing_bytes, seconds(other)), default=evaluation)
+    return best if _gains(best, evaluation, seconds, _LEAST_GAIN) else evaluation
 
 
-def _best(evaluator: LayoutEvaluator, layouts: Iterator[Layout], seconds: Callable[[Evaluation], float]) -> Evaluation | None:
-    tried = [evaluation for layout in layouts if (evaluation := evaluator.simulate(layout)) is not None]
+def _best(
+    evaluator: LayoutEvaluator, layouts: Iterator[Layout], seconds: Callable[[Evaluation], float], tried: list[Evaluation]
+) -> Evaluation | None:
+    """Return the best of some layouts; `tried` has those of them that were simulated, wherever that ends."""
+    tried.clear()
+    for layout in layouts:
+        if (evaluation := evaluator.simulate(layout)) is not None:
+            tried.append(evaluation)
     return min(tried, key=lambda other: (other.missing_bytes, seconds(other)), default=None)
 
 

@@ -26,7 +26,7 @@ PlanCheck = Callable[[Schedule, Placement, int], None]
 
 # Updates that are simulated of a window whose updates overlap: the first fills, the last drains, the others are alike.
 _SIMULATED_UPDATES = 5
-_OP_WORK_S = 12e-6  # Of a schedule, for each Op.
+_OP_WORK_S = 25e-6  # Of a schedule, for each Op.
 _ITEM_WORK_S = 25e-6  # Of programs, for each Op of a device.
 
 

@@ -317,6 +317,8 @@ class _Bounds:
         Every path is charged to one of its wires, and the wires add up; of several ways to choose them, the one that gives the least.
         """
         problem = self.problem
+        if problem.has_plain_links:
+            return self._plain_capacity(sources, targets)
         blocks, num_pairs = np.unique(problem.block_of[np.ix_(sources, targets)], return_counts=True)
         wires: tuple[dict[str, float], ...] = ({}, {}, {})
         for block, count in zip(blocks.tolist(), num_pairs.tolist(), strict=True):
@@ -333,6 +335,21 @@ class _Bounds:
             for of_choice, (name, bandwidth) in zip(wires, (path.resources[0], path.resources[-1], tightest), strict=True):
                 of_choice[name] = max(of_choice.get(name, 0.0), bandwidth * times)
         return min(math.fsum(of_choice.values()) for of_choice in wires)
+
+    def _plain_capacity(self, sources: NDArray[np.bool_], targets: NDArray[np.bool_]) -> float:
+        """Return `_capacity` where each pair of nodes has a wire of its own each way, and each pair of devices within a node."""
+        problem = self.problem
+        numbers = np.flatnonzero(sources), np.flatnonzero(targets)
+        # A device of each node stands for all others of it.
+        of_sources, of_targets = (each[np.unique(problem.nodes_of[each], return_index=True)[1]] for each in numbers)
+        across = problem.bandwidth[np.ix_(of_sources, of_targets)]
+        across = np.where(np.equal.outer(problem.nodes_of[of_sources], problem.nodes_of[of_targets]), 0.0, across)
+        shared = np.intersect1d(problem.nodes_of[of_sources], problem.nodes_of[of_targets])
+        inside = 0.0
+        for node in shared.tolist():
+            within = problem.nodes_of == node
+            inside += float(problem.bandwidth[np.ix_(within & sources, within & targets)].sum())
+        return float(across.sum()) + inside
 
 
 def _quotient(num_bytes: float, capacity: float) -> float:

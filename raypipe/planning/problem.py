@@ -285,13 +285,19 @@ class Problem:
         np.fill_diagonal(latency_s, 0.0)
         return bandwidth, latency_s
 
+    @cached_property
+    def has_plain_links(self) -> bool:
+        """Whether each pair of nodes has a wire of its own: no link has a route, names devices or shares a limit with others."""
+        nodes = {node.name for node in self.topology.nodes}
+        plain = all(link.via is None and link.source in nodes and link.target in nodes for link in self.topology.links)
+        return plain and not self.topology.shared_links
+
     def _pairs_of_nodes(self) -> tuple[Floats, Floats] | None:
         """Return `_pairs` of nodes with plain links, from these; `None` where links have routes, name devices or share limits."""
         topology = self.topology
-        numbers = {node.name: number for number, node in enumerate(topology.nodes)}
-        plain = all(link.via is None and link.source in numbers and link.target in numbers for link in topology.links)
-        if topology.shared_links or not plain:
+        if not self.has_plain_links:
             return None
+        numbers = {node.name: number for number, node in enumerate(topology.nodes)}
         default = topology.default_link
         limits = (0.0, math.inf) if default is None else (default.bandwidth_bytes_per_s or math.inf, default.latency_s)
         bandwidth, latency_s = (np.full((len(numbers), len(numbers)), value) for value in limits)

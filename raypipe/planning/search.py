@@ -59,7 +59,7 @@ class SearchBudget:
     num_starts: int = 24
     program_work: float = 3e8
     num_swaps: int = 1_200
-    work_s: float = 36.0
+    work_s: float = 40.0
 
     @classmethod
     def usual(cls, problem: Problem, *, effort: float = 1.0) -> SearchBudget:
