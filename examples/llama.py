@@ -81,7 +81,8 @@ class Block(nn.Module):
         x_BTD = x_BTD + self._attention(self.attention_norm(x_BTD))
         y_BTD = self.mlp_norm(x_BTD)
         y_BTD = self.down(functional.silu(self.gate(y_BTD)) * self.up(y_BTD))
-        return x_BTD + y_BTD
+        output_BTD: Tensor = x_BTD + y_BTD
+        return output_BTD
 
     def _attention(self, x_BTD: Tensor) -> Tensor:
         q_BNTH = self._rotated(self.queries(x_BTD).unflatten(-1, (self.num_heads, -1)).transpose(1, 2))
