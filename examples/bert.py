@@ -32,7 +32,9 @@ def main() -> None:
         schedule_config=ScheduleConfig(num_microbatches=4, microbatch_size=MICROBATCH_SIZE),
         optimizer_config=OptimizerConfig(learning_rate=1e-3),
         scaling_config=ScalingConfig(num_devices=2),
-        run_config=RunConfig(name="bert", num_updates=arguments.num_updates, evaluate_every=50, keep_best_by=CheckpointMetric.VALIDATION_LOSS),
+        run_config=RunConfig(
+            name="bert", num_updates=arguments.num_updates, evaluate_every=50, keep_best_by=CheckpointMetric.VALIDATION_LOSS
+        ),
         callbacks=["csv"],
     ).fit()
     first, last = result.validation_losses[0][1], result.validation_losses[-1][1]

@@ -14,6 +14,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = ("raypipe", "actors", "schedules", "cluster_configs", "tests", "benchmarks", "examples", "docs")
 LINKED = ("actors", "schedules")
+SHARED = {"raypipe", "raypipe.errors", "raypipe.schedules", "raypipe.stopping"}  # what schedules load of raypipe
 
 # The top-level names that `{statements}` loads, beyond what the interpreter loads by itself (hooks of editable installs, coverage).
 LOADED_BY = """
@@ -90,11 +91,11 @@ def test_importing_raypipe_loads_neither_ray_nor_torch() -> None:
 
 
 @pytest.mark.parametrize("module", schedule_modules())
-def test_a_schedule_module_loads_the_standard_library_and_the_errors_only(module: str) -> None:
+def test_a_schedule_module_loads_the_standard_library_errors_and_stopping_only(module: str) -> None:
     loaded = loaded_by(f"import {module}")
     ours = {name for name in loaded if name.split(".")[0] == "raypipe"}
     assert {name.split(".")[0] for name in loaded - ours} <= sys.stdlib_module_names
-    assert {name for name in ours if not name.startswith("raypipe.schedules.")} <= {"raypipe", "raypipe.errors", "raypipe.schedules"}
+    assert {name for name in ours if not name.startswith("raypipe.schedules.")} <= SHARED
 
 
 def test_every_module_imports_where_cupy_is_missing() -> None:
