@@ -19,8 +19,8 @@ def leave(folder: RunFolder, record: RunRecord, error: BaseException, *, update:
     problem = "stopped on request" if isinstance(error, StoppedRun) else "interrupted" if is_interrupted else str(error)
     try:
         folder.write_json(FAILURE, {"problem": problem, "kind": type(error).__name__, "updates": update})
-        if any(phase.windows for phase in record.phases) and (isinstance(error, StoppedRun) or not is_interrupted):
-            write_report(folder, record.phases)
+        if record.measured is not None and (isinstance(error, StoppedRun) or not is_interrupted):
+            write_report(folder, record.measured, notes=record.notes)
         folder.publish()
     except (OSError, RaypipeError) as other:
         notice(f"{folder.name}: the reason or the trace of this end could not be written ({other})")

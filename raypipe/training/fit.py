@@ -201,8 +201,8 @@ class Fit:
                 raise
             sample = self._sample()
         self.notice("writing the report")
-        has_windows = any(phase.windows for phase in self.record.phases)
-        figures = write_report(self.folder, self.record.phases) if has_windows else []
+        measured = self.record.measured
+        figures = write_report(self.folder, measured, notes=self.record.notes) if measured is not None else []
         if self.callbacks.error is not None:
             raise self.callbacks.error
         if self.num_done < config.run.num_updates:

@@ -44,16 +44,10 @@ _GAUGES = {
 
 
 class Phase:
-    """Windows that ran under one plan.
+    """Windows that ran under one plan; `predicted` is a simulated one."""
 
-    Attributes:
-        predicted: Simulated window.
-        notes: Why the run switched to this plan, and each change of the pattern of a sum since then.
-    """
-
-    def __init__(self, *, predicted: Trace, reason: str = "") -> None:
+    def __init__(self, *, predicted: Trace) -> None:
         self.predicted = predicted
-        self.notes = [reason] if reason else []
         self.windows: deque[Trace] = deque(maxlen=_NUM_WINDOWS_KEPT)
 
     def add(self, trace: Trace) -> None:
@@ -74,11 +68,10 @@ class Phase:
             self.predicted.save(folder.file(f"predicted-until-update-{until:06d}.json"))
 
 
-def write_report(folder: RunFolder, phases: Sequence[Phase]) -> list[ComparedFigure]:
-    """Write traces, timelines and comparison of the last phase with a whole window; return predicted against measured."""
-    phase = next(phase for phase in reversed(phases) if phase.windows)
+def write_report(folder: RunFolder, phase: Phase, *, notes: Sequence[str]) -> list[ComparedFigure]:
+    """Write traces, timelines and comparison of a phase with windows; return predicted against measured."""
     predicted = phase.predicted
-    window = dataclasses.replace(median_window(phase.measured), notes=tuple(note for phase in phases for note in phase.notes))
+    window = dataclasses.replace(median_window(phase.measured), notes=tuple(notes))
     window.save(folder.file("trace.json"))
     predicted.save(folder.file("predicted.json"))
     folder.write_json("trace.perfetto.json", {"traceEvents": predicted.to_chrome() + window.to_chrome()})
@@ -93,7 +86,12 @@ def write_report(folder: RunFolder, phases: Sequence[Phase]) -> list[ComparedFig
 
 
 class RunRecord:
-    """The record of one run, for its `Result`."""
+    """The record of one run, for its `Result`.
+
+    Attributes:
+        notes: Why the run switched plans, each change of the pattern of a sum, and what else a reader of its timeline should know.
+        measured: The newest phase with a whole window; `None` before the first.
+    """
 
     def __init__(
         self, config: TrainConfig, folder: RunFolder, callbacks: CallbackGroup, *, tokens_per_row: int | None, first_update: int
@@ -105,7 +103,9 @@ class RunRecord:
         self.losses: list[float] = []
         self.validation_losses: list[tuple[int, float]] = []
         self.figures: dict[str, float] = {}
-        self.phases: list[Phase] = []
+        self.notes: list[str] = []
+        self.measured: Phase | None = None
+        self._phase: Phase
         self._unwritten: deque[Callable[[], object]] = deque()
         self.recoveries: list[events.RecoveredFailure] = []
         self._first_update = first_update
@@ -119,7 +119,9 @@ class RunRecord:
 
     def begin_phase(self, strategy: Strategy, *, update: int, reason: str = "") -> None:
         """Write the plan that runs from now on."""
-        self.phases.append(Phase(predicted=strategy.predicted, reason=reason))
+        self._phase = Phase(predicted=strategy.predicted)
+        if reason:
+            self.notes.append(reason)
         self._write(partial(strategy.plan.save, self.folder.file("plan.json")))
         self._metrics.set(RunGauge.PIPELINES, len(strategy.schedule.pipelines))
         assert strategy.plan.predicted is not None, "a strategy predicts its plan"
@@ -129,7 +131,7 @@ class RunRecord:
     def switch(self, before: Plan, strategy: Strategy, *, update: int, reason: str) -> None:
         """Write what ran until an update, and the plan that runs from now on."""
         self._write(partial(before.save, self.folder.file(f"plan-until-update-{update:06d}.json")))
-        self._write(partial(self.phases[-1].save, self.folder, until=update))
+        self._write(partial(self._phase.save, self.folder, until=update))
         self.begin_phase(strategy, update=update, reason=f"update {update}: {reason}")
         self._metrics.count(RunCounter.SWITCHES)
 
@@ -159,7 +161,7 @@ class RunRecord:
         self._write(partial(self.folder.add_decision, line))
         if decision.changes:
             self._metrics.count(RunCounter.PATTERN_CHANGES)
-            self.phases[-1].notes.append(f"update {update}: {decision.text}")
+            self.notes.append(f"update {update}: {decision.text}")
 
     def add_window(self, result: WindowResult, plan: Plan, schedule: Schedule, *, first_update: int, links: NetworkEstimate) -> None:
         """Record a training window."""
@@ -167,7 +169,9 @@ class RunRecord:
         norms = norms_of(result.reports, scope=schedule.update_scope)
         self._notice_spikes(losses, first_update)
         self.losses += losses
-        self.phases[-1].add(result.trace)
+        self._phase.add(result.trace)
+        if self._phase.windows:
+            self.measured = self._phase
         optimizer, num_updates = self.config.optimizer, self.config.run.num_updates
         updates = tuple(
             events.Update(at + 1, loss, norms.get(number), optimizer.rate(at, num_updates=num_updates))
@@ -209,7 +213,7 @@ class RunRecord:
             if loss > usual + _SPIKE * spread:
                 text = f"update {first_update + number + 1}: the loss jumped to {loss:.4g}; it was {usual:.4g} in the last {len(known)}"
                 self.notice(text)
-                self.phases[-1].notes.append(text)
+                self.notes.append(text)
             if math.isfinite(loss):
                 recent.append(loss)
 
@@ -236,7 +240,7 @@ class RunRecord:
     def add_recovery(self, recovery: events.RecoveredFailure) -> None:
         """Record a failure that the run has recovered from."""
         self._write(partial(self.folder.add_failure, dataclasses.asdict(recovery)))
-        self.phases[-1].notes.append(f"update {recovery.update}: {recovery.text}")
+        self.notes.append(f"update {recovery.update}: {recovery.text}")
         self.recoveries.append(recovery)
         self._metrics.count(RunCounter.RECOVERIES)
         self.callbacks.recovery(recovery)
