@@ -343,7 +343,7 @@ class Adaptation:
                 self._switch(decision, update)
                 line["took_s"] = strategy.policy.switch_s
         finally:  # a switch that fails is recorded, too
-            self.record.folder.add_decision(line)
+            self.record.add_decision(line)
 
     def _leave_out_dead(self, decision: Decision) -> list[str]:
         # Unused devices that a switch needs; a device in use fails with its own message.

@@ -9,6 +9,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 from raypipe.actors.execution.report import mean_losses, norms_of
 from raypipe.actors.measure.metrics import RunCounter, RunGauge, RunMetrics
@@ -147,6 +148,10 @@ class RunRecord:
                 return
             self._unwritten.popleft()
 
+    def add_decision(self, line: dict[str, Any]) -> None:
+        """Write a decision."""
+        self._write(partial(self.folder.add_decision, line))
+
     def add_pattern_decision(self, update: int, decision: PatternDecision) -> None:
         """Record a decision on the pattern of a sum."""
         line = {
@@ -158,7 +163,7 @@ class RunRecord:
             "gain": decision.gain,
             "text": decision.text,
         }
-        self._write(partial(self.folder.add_decision, line))
+        self.add_decision(line)
         if decision.changes:
             self._metrics.count(RunCounter.PATTERN_CHANGES)
             self.notes.append(f"update {update}: {decision.text}")

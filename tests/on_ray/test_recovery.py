@@ -13,6 +13,7 @@ from raypipe.artifacts.plan import Plan
 from raypipe.cluster.discovery import spare_slots
 from raypipe.cluster.slots import DeviceSlot
 from raypipe.config import (
+    AdaptationConfig,
     ClusterConfig,
     DataConfig,
     FailureConfig,
@@ -50,6 +51,7 @@ def trainer(
     max_failures: int = 3,
     message_timeout_s: float = 60.0,
     plan: Path | None = None,
+    adapts: bool = False,
 ) -> Trainer:
     return Trainer(
         "raypipe.models.mlp:mlp",
@@ -61,6 +63,7 @@ def trainer(
         cluster_config=ClusterConfig(message_timeout_s=message_timeout_s, silence_timeout_s=5.0),
         run_config=RunConfig(name="test", storage_path=str(folder), num_updates=NUM_UPDATES, checkpoint_every=checkpoint_every),
         failure_config=FailureConfig(max_failures=max_failures, copy_share=1.0),
+        adaptation_config=AdaptationConfig(enabled=adapts, schedules=("1f1b", "zb-h1")) if adapts else AdaptationConfig(),
         plan=None if plan is None else str(plan),
         faults=faults,
     )
@@ -134,6 +137,17 @@ def test_a_fault_in_the_first_window_begins_the_run_anew(tmp_path: Path) -> None
     assert found.losses == calm.losses
     (failure,) = failures(found.path)
     assert (failure["from_update"], failure["source"]) == (0, "the beginning")
+
+
+def test_a_run_that_adapts_recovers_and_goes_on_adapting(tmp_path: Path) -> None:
+    calm = trainer(tmp_path / "calm").fit()
+    faults = FaultScript().fail_stage(0, kind=FaultKind.KILL, window=1)
+    scaling = ScalingConfig(num_devices=2)
+    found = trainer(tmp_path / "struck", schedule="auto", scaling=scaling, faults=faults, adapts=True).fit()
+    assert found.losses == pytest.approx(calm.losses, abs=1e-10)
+    assert [failure["from_update"] for failure in failures(found.path)] == [3]
+    decisions = [json.loads(line) for line in (Path(found.path) / "adaptation.jsonl").read_text().splitlines()]
+    assert max(decision["update"] for decision in decisions) > 3
 
 
 def test_a_stage_that_fails_twice_at_the_same_place_ends_the_run(tmp_path: Path) -> None:
