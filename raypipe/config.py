@@ -65,24 +65,47 @@ class ModelConfig:
 
 @record()
 class DataConfig:
-    """The training data.
+    """The training data: a file (`path`), or functions that return any other data (`train`, `eval`).
 
     Attributes:
         path: Parquet file made by `raypipe data prepare`, of tokens or of named fields; every node whose stages read rows or have the
             loss must be able to read it.
+        train: `module:function`, or `path/to/file.py:function`; called with the options, it returns the training rows: a dataset, an
+            iterable or a loader.
+        eval: The same for the rows of evaluations; left out for no evaluation.
+        collate: `module:function`, or `path/to/file.py:function`, that makes a dict of tensors from a list of rows; left out to stack
+            fields of one shape.
+        options: Keyword arguments of `train` and `eval`.
+        num_readers: Processes that read training rows beside the stages, for data that has a place for each row.
+        prefetch: Microbatches that a stage asks the readers for ahead of its program.
         sequence_length: Tokens per row of a token file.
         num_validation_microbatches: Microbatches of held-out rows per evaluation; 0 for no evaluation.
     """
 
-    path: str
+    path: str = ""
+    train: str = ""
+    eval: str = ""
+    collate: str = ""
+    options: dict[str, Any] = field(default_factory=dict)
+    num_readers: PositiveInt = 1
+    prefetch: NonNegativeInt = 2
     sequence_length: PositiveInt = 128
     num_validation_microbatches: NonNegativeInt = 8
 
+    def __post_init__(self) -> None:
+        if self.path and self.train:
+            raise invalid(self, "train", f"expected either data.path or data.train, got both, {self.path!r} and {self.train!r}")
+        if self.eval and not self.train:
+            raise invalid(self, "eval", "needs data.train: a file of data.path has rows of its own for evaluations")
+
     @property
     def file(self) -> str:
-        """Return the absolute path of the file; raise `ConfigError` if the run has batches of its own instead."""
+        """Return the absolute path of the file; raise `ConfigError` if the run has other data instead."""
         if not self.path:
-            raise ConfigError("data.path names no file; a run with batches of its own is started from Python, with Trainer(batches=...)")
+            raise ConfigError(
+                "data.path names no file, and data.train no function; set one, or start the run from Python, with "
+                "Trainer(train_data=...) or Trainer(batches=...)"
+            )
         return os.path.abspath(self.path)
 
 

@@ -87,7 +87,7 @@ def test_the_final_learning_rate_is_a_tenth_of_the_highest_if_nothing_is_said() 
 
 
 def test_a_run_with_batches_of_its_own_has_no_token_file() -> None:
-    with pytest.raises(ConfigError, match=r"data.path names no file; a run with batches of its own is started from Python"):
+    with pytest.raises(ConfigError, match=r"data.path names no file, and data.train no function; set one, or start the run from Python"):
         _ = DataConfig(path="").file
 
 

@@ -19,8 +19,9 @@ PAGE = Path(__file__).resolve().parents[1] / "docs" / "configuration.md"
 HEAD = """# Configuration
 
 All that `raypipe train CONFIG` can be told: a YAML file that begins with `format: raypipe.train/1`, and has these sections. Only
-`model.function` and `data.path` have no default. `--set section.key=value` replaces a value, and every run writes the file with all of its
-values into its folder. From Python the sections are the arguments of `raypipe.Trainer`: `ScheduleConfig(name="zb-h1")` and so on.
+`model.function` has no default, and one of `data.path` and `data.train` is needed. `--set section.key=value` replaces a value, and every
+run writes the file with all of its values into its folder. From Python the sections are the arguments of `raypipe.Trainer`:
+`ScheduleConfig(name="zb-h1")` and so on.
 
 This page is made from `raypipe/config.py` (`pytest --regenerate-golden tests/test_configuration_page.py`).
 """

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 
@@ -23,6 +24,21 @@ class BatchSource(Protocol):
 
     def batch(self, microbatch: int, rows: tuple[float, float]) -> Batch:
         """Return the fields of a microbatch, counted over training or the evaluation; `rows` is first and end, in shares from 0 to 1."""
+
+
+Piece = tuple[int, tuple[float, float]]
+"""Microbatch, and a share of its rows."""
+
+
+@runtime_checkable
+class AheadSource(BatchSource, Protocol):
+    """A source of rows that can be told what comes, so that it reads ahead of the program."""
+
+    def expect(self, order: Sequence[Piece]) -> None:
+        """Take the order in which the program will read from now on."""
+
+    def abort(self) -> None:
+        """End the wait for rows with `AbortedError`. Called from another thread."""
 
 
 def row_range(rows: tuple[float, float], num_rows: int) -> tuple[int, int]:

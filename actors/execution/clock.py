@@ -16,7 +16,7 @@ from contextlib import suppress
 from typing import Any, Protocol
 
 from raypipe.actors.execution.report import SpanLog
-from raypipe.actors.execution.steps import TimedStep
+from raypipe.actors.execution.steps import RowsStep, TimedStep
 
 Mark = Any
 """A moment: seconds, or an event of the device."""
@@ -72,7 +72,8 @@ class HostClock:
 
     def note(self, step: TimedStep, since: float, until: float, num_bytes: int) -> None:
         """See `Clock`."""
-        self._log.add(step.position, since - self._origin_s, until - self._origin_s, num_bytes)
+        for_rows = isinstance(step, RowsStep)
+        self._log.add(step.position, since - self._origin_s, until - self._origin_s, num_bytes, for_rows=for_rows)
 
     def finish(self) -> SpanLog:
         """See `Clock`."""
@@ -139,7 +140,7 @@ class DeviceClock:
         self._in_window.clear()
         for step, since, until, num_bytes in self._noted:
             start_s, end_s = (self._origin.elapsed_time(mark) / 1000 for mark in (since, until))
-            log.add(step.position, start_s, end_s, num_bytes)
+            log.add(step.position, start_s, end_s, num_bytes, for_rows=isinstance(step, RowsStep))
         return log
 
     def doing(self) -> TimedStep | None:

@@ -21,12 +21,21 @@ from raypipe.actors.stage.layers import RngKey
 from raypipe.actors.stage.losses import checked_loss
 from raypipe.actors.stage.module import Outputs
 from raypipe.actors.transport.protocol import Transport
-from raypipe.errors import ConfigError
+from raypipe.errors import ConfigError, suggestion
 from raypipe.model import Batch, Model
 from raypipe.schedules.ir import OpKind
 
 _Piece = tuple[RowRange, tuple[Tensor, ...]]
 """Tensors, and the rows of the microbatch that they are."""
+
+
+class _Fields(dict[str, Tensor]):
+    """The fields of a batch, which say what there is instead of a missing one."""
+
+    def __missing__(self, name: str) -> Tensor:
+        raise ConfigError(
+            f"the model takes the field {name!r} of the batch{suggestion(name, self)}; the data has {', '.join(self) or 'none'}"
+        )
 
 
 class Mailbox:
@@ -173,6 +182,16 @@ class Computation:
     """What forwards keep for their backwards, by stage, microbatch and part."""
     deferred: dict[tuple[int, int, int], tuple[int, PendingWeightGradient]] = field(default_factory=dict)
     """What input gradients have left for weight gradients, with the version of the weights."""
+    rows: dict[tuple[int, int, int], Batch] = field(default_factory=dict)
+    """What has been read for the Ops of a step, on the host."""
+
+    def read(self, bound: BoundOp) -> None:
+        """Read what an Op takes of the batch; before the first backward of an update, what its losses count for."""
+        if bound.op.kind in {OpKind.FORWARD, OpKind.RECOMPUTE}:
+            assert self.batches is not None, "a device whose stages read rows has a source of them"
+            self.rows[bound.key] = self.batches.batch(self.first_microbatch + bound.op.index, bound.rows)
+        elif bound.takes_loss and bound.op.kind.gives_input_gradient:
+            self.loss_weights.count(bound.update)
 
     def forward(self, bound: BoundOp) -> None:
         """Run a forward."""
@@ -249,11 +268,8 @@ class Computation:
             for layer, first, end in activation.layers:
                 by_layer[layer] = tensors[first:end]
         microbatch = self.first_microbatch + bound.op.index
-        on_host: Batch = {}
-        if bound.takes_batch:
-            assert self.batches is not None, "a device whose stages read rows has a source of them"
-            on_host = self.batches.batch(microbatch, bound.rows)
-        batch = devices.upload(on_host, self.on) if on_host else on_host
+        on_host = self.rows.pop(bound.key) if bound.takes_batch else {}
+        batch = _Fields(devices.upload(on_host, self.on))
         rng_key = RngKey(microbatch, bound.first_row)
         outputs = bound.weights.run(bound.version, by_layer, batch, rng_key)
         if with_gradients:

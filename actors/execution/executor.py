@@ -6,6 +6,7 @@ Tensors in flight lie in dicts of `Mailbox`, `Computation` and `Updates`, by sta
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -14,14 +15,14 @@ from typing import Any
 import torch
 
 from raypipe.actors import devices
-from raypipe.actors.execution.batches import BatchSource, KeptBatches
+from raypipe.actors.execution.batches import WHOLE, AheadSource, BatchSource, KeptBatches
 from raypipe.actors.execution.binding import StageEdges, bind
 from raypipe.actors.execution.clock import Clock, DeviceClock, HostClock
 from raypipe.actors.execution.computation import Computation, Mailbox, WindowLosses
 from raypipe.actors.execution.faults import FaultScript
 from raypipe.actors.execution.loss_weights import LossWeights
 from raypipe.actors.execution.report import WindowReport
-from raypipe.actors.execution.steps import AwaitStep, BoundOp, BoundProgram, ComputeStep, ReceiveStep, StartStep, Step, TimedStep
+from raypipe.actors.execution.steps import AwaitStep, BoundOp, BoundProgram, ComputeStep, ReceiveStep, RowsStep, StartStep, Step, TimedStep
 from raypipe.actors.execution.updates import LearningRate, Updates, divide_weights
 from raypipe.actors.execution.warm_up import warm_up
 from raypipe.actors.stage.backward import disable_buffer_donation
@@ -35,6 +36,8 @@ from raypipe.model import Batch, Model
 from raypipe.schedules.ir import OpKind
 from raypipe.schedules.lower import DeviceProgram
 
+_LEAST_WAIT_S = 1e-3  # for rows; what takes less, such as rows of a file in memory, belongs to the Op
+_READING = frozenset({OpKind.FORWARD, OpKind.RECOMPUTE})
 _KEPT_UPDATES = 2  # forwards of the next update may come before the last backwards of one
 
 
@@ -100,6 +103,8 @@ class Executor:
         """What the host does."""
         self.waiting: ReceiveStep | AwaitStep | None = None
         """The wait for a transfer that the host is in, or in which the last window ended."""
+        self._source: BatchSource | None = None
+        """The rows of the window that runs."""
         self.abort_reason: str | None = None
         self.failure: RunError | None = None
         """An error that another thread has found, while the device may hold this one up."""
@@ -148,6 +153,7 @@ class Executor:
             weights.begin_window()
         self.doing = "waiting to begin"
         self.waiting = None
+        self._source = window.batches
         with torch.set_grad_enabled(training):
             report = _WindowRun(self, program, bound, window).run(bound.steps)
         self.doing = "waiting for the last messages to leave"
@@ -174,6 +180,8 @@ class Executor:
         """End what runs, within a second. Called from another thread."""
         self.abort_reason = reason
         self.transport.abort(reason)
+        if isinstance(source := self._source, AheadSource):
+            source.abort()
 
     def close(self) -> None:
         """End the executor's threads."""
@@ -193,6 +201,8 @@ class Executor:
         match step:
             case ComputeStep():
                 self._fail(RunError(f"device {name} has been at {step.doing} for {self.timeout_s:g} s, on {self.on}, and does not end"))
+            case RowsStep():
+                self._fail(RunError(f"device {name} has been {step.doing} for {self.timeout_s:g} s"))
             case ReceiveStep():
                 self._fail(TransportTimeoutError(name, self._name(step.device), str(step.message), f"it did not come {limit}"))
             case AwaitStep():
@@ -218,6 +228,7 @@ class _WindowRun:
         self.mailbox = Mailbox(executor.transport)
         self.losses = WindowLosses(executor.model, keep_outputs=window.keep_outputs)
         batches = self._batches()
+        self._expect(bound.steps, whole=isinstance(batches, KeptBatches))
         first_microbatch = window.first_update * program.num_microbatches
         self.computation = Computation(
             model=executor.model,
@@ -259,6 +270,20 @@ class _WindowRun:
             return source
         return KeptBatches(source, num_kept=_KEPT_UPDATES * self.program.num_microbatches)
 
+    def _expect(self, steps: Sequence[Step], *, whole: bool) -> None:
+        """Tell a source that reads ahead what this window will read, and the next one, if it is alike."""
+        source, program = self.window.batches, self.program
+        if not isinstance(source, AheadSource):
+            return
+        first = self.window.first_update * program.num_microbatches
+        ops = (bound for step in steps if isinstance(step, ComputeStep) for bound in step.ops)
+        order = [
+            (first + bound.op.index, WHOLE if whole else bound.rows) for bound in ops if bound.takes_batch and bound.op.kind in _READING
+        ]
+        order = list(dict.fromkeys(order)) if whole else order
+        size = 0 if program.forward_only else program.num_updates * program.num_microbatches
+        source.expect([*order, *((number + size, rows) for number, rows in order if size)])
+
     def run(self, steps: Sequence[Step]) -> WindowReport:
         run_step: dict[type[Step], Callable[[Any], None]] = {
             ComputeStep: self._compute,
@@ -282,13 +307,21 @@ class _WindowRun:
 
     def _check_empty(self) -> None:
         mailbox, computation, updates = self.mailbox, self.computation, self.updates
-        left = (mailbox.inbox, mailbox.outbox, computation.saved, computation.deferred, updates.under_way.pending, updates.shared)
+        left = (
+            mailbox.inbox,
+            mailbox.outbox,
+            computation.saved,
+            computation.deferred,
+            computation.rows,
+            updates.under_way.pending,
+            updates.shared,
+        )
         assert not any(left), f"device {self.executor.device} holds tensors after the window: {[list(tensors) for tensors in left]}"
 
     def _compute(self, step: ComputeStep) -> None:
         executor = self.executor
+        since = self._read(step)
         executor.doing = step.doing
-        since = self.mark()
         if self.faults is not None:
             self._strike(self.program.items[step.position], {bound.op.stage for bound in step.ops} & set(self.program.primary_stages))
         for bound in step.ops:
@@ -328,6 +361,22 @@ class _WindowRun:
         if self.faults is not None:
             self._strike(step.collective)
         self.updates.start(step)
+
+    def _read(self, step: ComputeStep) -> Any:
+        """Read the rows that Ops take; return when the Ops begin: a wait for rows is none of their time."""
+        since = self.mark()
+        reading = [bound for bound in step.ops if bound.takes_batch and not bound.op.kind.per_update]
+        if not reading:
+            return since
+        began_s = time.perf_counter()
+        self.executor.doing = f"waiting for the rows of {step.doing}"
+        for bound in reading:
+            self.computation.read(bound)
+        if time.perf_counter() - began_s < _LEAST_WAIT_S:
+            return since
+        until = self.mark()
+        self.note(RowsStep(step.position, self.executor.doing), since, until, 0)
+        return until
 
     def _receive(self, step: ReceiveStep) -> None:
         self.executor.doing = step.doing

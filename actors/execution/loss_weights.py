@@ -32,14 +32,17 @@ class LossWeights:
         """Return the factor of the loss of some rows, which counts for `weight`, in the loss of its update."""
         if self._weigh is None:
             return bound.loss_factor
-        if not weight:
-            return 0.0
-        if bound.update not in self._totals:
-            assert self._batches is not None, "a device that takes the loss has a source of rows"
-            first = self._first_microbatch + bound.update * self._num_microbatches
-            numbers = range(first, first + self._num_microbatches)
-            self._totals[bound.update] = math.fsum(self._of(self._batches.batch(number, WHOLE)) for number in numbers)
-        return weight / self._totals[bound.update]
+        self.count(bound.update)
+        return weight / self._totals[bound.update] if weight else 0.0
+
+    def count(self, update: int) -> None:
+        """Count what all losses of an update of the window count for, unless all rows count alike."""
+        if self._weigh is None or update in self._totals:
+            return
+        assert self._batches is not None, "a device that takes the loss has a source of rows"
+        first = self._first_microbatch + update * self._num_microbatches
+        numbers = range(first, first + self._num_microbatches)
+        self._totals[update] = math.fsum(self._of(self._batches.batch(number, WHOLE)) for number in numbers)
 
     def _of(self, batch: Batch) -> float:
         assert self._weigh is not None, "all rows count alike without it"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from torch import Tensor
@@ -25,9 +25,12 @@ class SpanLog:
     starts_s: array[float] = field(default_factory=lambda: array("d"))
     ends_s: array[float] = field(default_factory=lambda: array("d"))
     sizes_bytes: array[int] = field(default_factory=lambda: array("Q"))
+    for_rows: array[int] = field(default_factory=lambda: array("B"))
+    """1 where the device waited for the rows of the item at the position, before the item itself."""
 
-    def add(self, position: int, start_s: float, end_s: float, size_bytes: int) -> None:
+    def add(self, position: int, start_s: float, end_s: float, size_bytes: int, *, for_rows: bool = False) -> None:
         """Add a span."""
+        self.for_rows.append(for_rows)
         self.positions.append(position)
         self.starts_s.append(start_s)
         self.ends_s.append(end_s)
@@ -37,30 +40,33 @@ class SpanLog:
         """Return the spans of a program's window, `shift_s` later."""
         items, device, make = program.items, program.device, Span._make
         spans: list[Span] = []
-        for position, start_s, end_s, size in zip(self.positions, self.starts_s, self.ends_s, self.sizes_bytes, strict=True):
-            item = items[position]
-            if isinstance(item, Compute):
-                spans.append(make((device, SpanKind.COMPUTE, item.ops, start_s + shift_s, end_s + shift_s, size, None)))
+        columns = zip(self.positions, self.starts_s, self.ends_s, self.sizes_bytes, self.for_rows, strict=True)
+        for position, start_s, end_s, size, for_rows in columns:
+            item, times_s = items[position], (start_s + shift_s, end_s + shift_s)
+            if for_rows and isinstance(item, Compute):
+                text = f"rows of microbatch {item.ops[0].index}"
+                spans.append(make((device, SpanKind.DATA, text, *times_s, size, None)))
+            elif isinstance(item, Compute):
+                spans.append(make((device, SpanKind.COMPUTE, item.ops, *times_s, size, None)))
             elif isinstance(item, Recv):
-                spans.append(make((device, SpanKind.RECV, item.message, start_s + shift_s, end_s + shift_s, size, item.device)))
+                spans.append(make((device, SpanKind.RECV, item.message, *times_s, size, item.device)))
             elif isinstance(item, Await):
-                spans.append(make((device, SpanKind.COLLECTIVE, item.collective, start_s + shift_s, end_s + shift_s, size, None)))
+                spans.append(make((device, SpanKind.COLLECTIVE, item.collective, *times_s, size, None)))
         return spans
 
     def seconds(self, program: DeviceProgram, kind: SpanKind) -> float:
         """Return the seconds of all spans of a kind."""
-        items = program.items
-        return sum(
-            end_s - start_s
-            for position, start_s, end_s in zip(self.positions, self.starts_s, self.ends_s, strict=True)
-            if _SPAN_KINDS[type(items[position])] is kind
-        )
+        return sum(self.ends_s[at] - self.starts_s[at] for at in self._spans_of(program, kind))
 
     def num_bytes(self, program: DeviceProgram, kind: SpanKind) -> float:
         """Return the bytes of all spans of a kind."""
+        return float(sum(self.sizes_bytes[at] for at in self._spans_of(program, kind)))
+
+    def _spans_of(self, program: DeviceProgram, kind: SpanKind) -> Iterator[int]:
         items = program.items
-        sizes = zip(self.positions, self.sizes_bytes, strict=True)
-        return float(sum(size for position, size in sizes if _SPAN_KINDS[type(items[position])] is kind))
+        for at, (position, for_rows) in enumerate(zip(self.positions, self.for_rows, strict=True)):
+            if kind is (SpanKind.DATA if for_rows else _SPAN_KINDS[type(items[position])]):
+                yield at
 
 
 _SPAN_KINDS: dict[type[Item], SpanKind] = {Compute: SpanKind.COMPUTE, Recv: SpanKind.RECV, Await: SpanKind.COLLECTIVE}

@@ -160,8 +160,16 @@ class AwaitStep:
     collective: Collective
 
 
+@dataclass(frozen=True, slots=True)
+class RowsStep:
+    """The wait for the rows that the Ops of the step at `position` read."""
+
+    position: int
+    doing: str
+
+
 Step = ComputeStep | ReceiveStep | StartStep | AwaitStep
-TimedStep = ComputeStep | ReceiveStep | AwaitStep
+TimedStep = ComputeStep | ReceiveStep | AwaitStep | RowsStep
 
 Announced = dict[int, list[Expected]]
 """For each peer, the messages of a channel in order."""

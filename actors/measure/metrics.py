@@ -50,10 +50,11 @@ class StageMetrics:
         tags = {"run": run, "device": device, "stages": stages}
         self._busy = Total("raypipe_busy_seconds_total", "Seconds in which the device computed", _TAGS)
         self._wait = Total("raypipe_wait_seconds_total", "Seconds in which the device waited for others", _TAGS)
+        self._data = Total("raypipe_data_wait_seconds_total", "Seconds in which the device waited for rows of the data", _TAGS)
         self._bubble = Gauge("raypipe_bubble_ratio", description="Share of the last window in which it did not compute", tag_keys=_TAGS)
         self._received = Total("raypipe_received_bytes_total", "Bytes of messages that arrived", _TAGS)
         self._memory = Gauge("raypipe_peak_memory_bytes", description="The most that the device held in the last window", tag_keys=_TAGS)
-        for metric in (self._busy, self._wait, self._bubble, self._received, self._memory):
+        for metric in (self._busy, self._wait, self._data, self._bubble, self._received, self._memory):
             metric.set_default_tags(tags)
 
     def record(self, report: WindowReport, program: DeviceProgram) -> None:
@@ -63,9 +64,11 @@ class StageMetrics:
         wait = log.seconds(program, SpanKind.RECV) + log.seconds(program, SpanKind.COLLECTIVE)
         self._busy.add(busy)
         self._wait.add(wait)
+        data = log.seconds(program, SpanKind.DATA)
+        self._data.add(data)
         self._received.add(log.num_bytes(program, SpanKind.RECV))
         if log.ends_s:
-            self._bubble.set(1 - busy / max(log.ends_s))
+            self._bubble.set(1 - (busy + data) / max(log.ends_s))
         if report.peak_memory_bytes:  # 0 is less than any device holds: it was lost in what the process held before
             self._memory.set(report.peak_memory_bytes)
 

@@ -43,12 +43,13 @@ class Cause(StrEnum):
     OTHER_BRANCH = "other_branch"  # what it waits for needs an Op of another branch, which has not finished
     COLLECTIVE = "collective"
     COLLECTIVE_TRANSFER = "collective_transfer"
+    DATA = "data"  # rows of the training data have not been read
     OVERHEAD = "overhead"  # no span: the framework, or the machine
     DRAIN = "drain"  # done before others
 
     @property
     def is_wait(self) -> bool:
-        """Whether a device waits for another, between warm-up and drain."""
+        """Whether a device waits for another, between warm-up and drain, or for data."""
         return self in _WAITS
 
     @property
@@ -58,7 +59,7 @@ class Cause(StrEnum):
 
 
 _TRANSFERS = frozenset({Cause.ACTIVATION_TRANSFER, Cause.GRADIENT_TRANSFER, Cause.COLLECTIVE_TRANSFER})
-_WAITS = _TRANSFERS | {Cause.ACTIVATION, Cause.GRADIENT, Cause.OTHER_BRANCH, Cause.COLLECTIVE}
+_WAITS = _TRANSFERS | {Cause.ACTIVATION, Cause.GRADIENT, Cause.OTHER_BRANCH, Cause.COLLECTIVE, Cause.DATA}
 IDLE = tuple(cause for cause in Cause if cause is not Cause.COMPUTE)
 
 
@@ -94,9 +95,10 @@ class Wait(NamedTuple):
 
 
 class Root(StrEnum):
-    """What a wait traces back to: a device at work or in overhead, or a message or collective on its way."""
+    """What a wait traces back to: a device at work or in overhead, data, or a message or collective on its way."""
 
     WORK = "work"
+    DATA = "data"
     MESSAGE = "message"
     COLLECTIVE = "collective"
 
@@ -105,7 +107,7 @@ class Culprit(NamedTuple):
     """What waits trace back to.
 
     Attributes:
-        device: Device at work, or receiver of the message; None for collectives.
+        device: Device at work or without rows, or receiver of the message; None for collectives.
         sender: Sender of the message, if known.
         wait_s: Seconds of all waits with this root; two devices that wait at once count twice.
     """
@@ -185,7 +187,9 @@ class Division:
         open_waits = [(waiting, interval, 0)]
         while open_waits:
             device, wait, depth = open_waits.pop()
-            if wait.cause is Cause.COLLECTIVE_TRANSFER:
+            if wait.cause is Cause.DATA:
+                yield (Root.DATA, device, None), wait.duration_s
+            elif wait.cause is Cause.COLLECTIVE_TRANSFER:
                 yield (Root.COLLECTIVE, None, None), wait.duration_s
             elif wait.on_its_way:
                 yield (Root.MESSAGE, device, wait.peer), wait.duration_s
@@ -243,6 +247,9 @@ def _intervals(trace: Trace, device: int, makers: _Makers) -> Iterator[Interval]
 def _intervals_of(span: Span, device: int, start_s: float, first_s: float, makers: _Makers) -> Iterator[Interval]:
     if span.kind is SpanKind.COMPUTE:
         yield Interval(Cause.COMPUTE, start_s, span.end_s, span.item)
+        return
+    if span.kind is SpanKind.DATA:
+        yield Interval(Cause.DATA, start_s, span.end_s, span.item)
         return
     awaited = makers.of(span, device)
     causes = (Cause.WARM_UP, Cause.WARM_UP) if start_s < first_s else (awaited.before, awaited.behind)

@@ -21,6 +21,7 @@ PART_OF: Mapping[Cause, str] = {
     Cause.ACTIVATION_TRANSFER: "messages",
     Cause.GRADIENT_TRANSFER: "messages",
     Cause.COLLECTIVE_TRANSFER: "sums",
+    Cause.DATA: "overhead",  # none in plans, which know nothing of data
     Cause.OVERHEAD: "overhead",
 }
 """What the time of a device is divided into: its own work, filling and draining, waits for stages at work, and waits for transfers."""

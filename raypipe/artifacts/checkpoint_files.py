@@ -44,6 +44,7 @@ class CheckpointIndex:
         rows_per_update: Rows that an update reads; 0 in checkpoints of before it was written down.
         optimizer: Name of the optimizer that the state is of; empty where it was not written down.
         metrics: Training loss of the last update, and the validation loss if the weights were evaluated.
+        data: Where a stream of training rows goes on; left out for rows that are read by number.
         files: Size and checksums of each file; empty in checkpoints of before they were taken.
         digest: Digest of all of the above, by which an altered index is known.
     """
@@ -55,6 +56,7 @@ class CheckpointIndex:
     rows_per_update: int = 0
     optimizer: str = ""
     metrics: dict[str, float] = field(default_factory=dict)
+    data: str | None = None  # left out of files, so that digests of before stay
     files: dict[str, FileSums] = field(default_factory=dict)
     digest: str = ""
 

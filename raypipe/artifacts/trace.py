@@ -38,6 +38,7 @@ class SpanKind(StrEnum):
     COMPUTE = "compute"
     RECV = "recv"  # the device waited for a message
     COLLECTIVE = "collective"  # the device waited for a collective
+    DATA = "data"  # the device waited for rows to be read
     TRANSFER = "transfer"  # a message, or part of a sum, was on its way; the device is the receiver and may compute meanwhile
 
 
@@ -106,6 +107,7 @@ class Step:
 
 def steps_of(program: DeviceProgram, spans: Sequence[Span]) -> list[Step]:
     """Return the steps of a device that ran a whole program; `spans` is its row of `Trace.by_device`."""
+    spans = [span for span in spans if span.kind is not SpanKind.DATA]  # no item of the program
     steps: list[Step] = []
     for item in program.items:
         if isinstance(item, Send):
@@ -202,13 +204,19 @@ class Trace:
         """Seconds that each device waited for messages and collectives."""
         return self._sums({SpanKind.RECV, SpanKind.COLLECTIVE})
 
+    @cached_property
+    def data_s(self) -> tuple[float, ...]:
+        """Seconds that each device waited for rows to be read."""
+        return self._sums({SpanKind.DATA})
+
     def _sums(self, kinds: set[SpanKind]) -> tuple[float, ...]:
         return tuple(sum(span.end_s - span.start_s for span in row if span.kind in kinds) for row in self.by_device)
 
     @cached_property
     def span_s(self) -> tuple[float, ...]:
-        """Seconds from each device's first Op to the end of its last; Ops of no duration do not count."""
-        rows = [[span for span in row if span.kind is SpanKind.COMPUTE and span.end_s > span.start_s] for row in self.by_device]
+        """Seconds from each device's first Op, or the wait for its rows, to the end of its last; Ops of no duration do not count."""
+        kinds = {SpanKind.COMPUTE, SpanKind.DATA}
+        rows = [[span for span in row if span.kind in kinds and span.end_s > span.start_s] for row in self.by_device]
         return tuple(max(span.end_s for span in row) - row[0].start_s if row else 0.0 for row in rows)
 
     @property
@@ -218,15 +226,15 @@ class Trace:
 
     @property
     def bubble_ratio(self) -> float:
-        """1 - mean busy / longest span (Qi et al., 2024, section 5.3)."""
+        """1 - mean busy / longest span (Qi et al., 2024, section 5.3); a device's own waits for rows are no bubble."""
         longest = max(self.span_s, default=0.0)
-        return 1 - sum(self.busy_s) / len(self.busy_s) / longest if longest else 0.0
+        return 1 - (sum(self.busy_s) + sum(self.data_s)) / len(self.busy_s) / longest if longest else 0.0
 
     @property
     def device_bubble_ratios(self) -> tuple[float, ...]:
-        """1 - busy / longest span of any device, for each device."""
+        """1 - busy / longest span of any device, for each device; waits for rows count as busy."""
         longest = max(self.span_s, default=0.0)
-        return tuple(1 - busy / longest if longest else 0.0 for busy in self.busy_s)
+        return tuple(1 - (busy + data) / longest if longest else 0.0 for busy, data in zip(self.busy_s, self.data_s, strict=True))
 
     @cached_property
     def update_ends_s(self) -> tuple[float, ...]:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 from statistics import fmean
 
+from raypipe.actors.data.source import DataSource
 from raypipe.actors.execution.batches import FileSource
 from raypipe.actors.measure.layer_costs import Effort, LayerMeasurement
 from raypipe.actors.orders import BatchFunction, ModelFunction
@@ -19,6 +21,7 @@ from raypipe.artifacts.profile import LayerProfile, LayerTimes, ModelProfile, Na
 from raypipe.cluster.coordinator import Coordinator
 from raypipe.cluster.discovery import cluster_nodes, find_slots
 from raypipe.cluster.node_matching import is_cpu_kind
+from raypipe.cluster.row_readers import RowReaders
 from raypipe.cluster.session import session
 from raypipe.cluster.slots import NODE_LABEL, DeviceSlot, nodes_called, resource_text, resources_per_device
 from raypipe.config import ScalingConfig, TrainConfig
@@ -115,7 +118,10 @@ def profile_model(
     make = partial(make_model, located(config.model.function), config.model.options, compile_layers=config.model.compile)
     model = make()
     data, seed, microbatch_size = config.data, config.run.seed, config.schedule.microbatch_size
-    if batches is None:
+    source: DataSource | None = None
+    if batches is None and data.train:
+        source = DataSource.of(data, seed=seed)
+    elif batches is None:
         batches = FileSource(path=data.file, sequence_length=data.sequence_length, seed=seed, microbatch_size=microbatch_size)
         check_exists(data.path, {name for layer in model.layers for name in layer.batch})
         batches("train")  # what is wrong with the file shows before actors start
@@ -128,13 +134,24 @@ def profile_model(
         slots = {kind: _slots(kind, dataclasses.replace(scaling, use_gpu=kind.is_gpu)) for kind in kinds or (default,)}
         for kind, of_kind in slots.items():
             notice(f"measuring {len(model.layers)} layers on {', '.join(slot.name for slot in of_kind)} ({kind.name})")
-            by_kind.append(of_devices := _measure(config, scaling, of_kind, make, batches, effort))
+            with _rows(source, batches, config) as rows:
+                by_kind.append(of_devices := _measure(config, scaling, of_kind, make, rows, effort))
             spreads = tuple(max(layer.spread for layer in layers) for layers in zip(*of_devices, strict=True))
             measured.append(Measured(kind.name, of_kind[0].name, _times(of_devices), spreads))
     profile = model_profile(by_kind[0], model, name=config.model.function, microbatch_size=microbatch_size)
     if kinds:
         profile = dataclasses.replace(profile, device_kinds={of_kind.kind: of_kind.times for of_kind in measured})
     return Profiled(profile, tuple(measured))
+
+
+@contextlib.contextmanager
+def _rows(source: DataSource | None, batches: BatchFunction | None, config: TrainConfig) -> Iterator[BatchFunction]:
+    if source is None:
+        assert batches is not None, "the rows come from readers or from a function"
+        yield batches
+        return
+    with RowReaders(source, is_stream=True, config=config) as readers:  # one microbatch is read
+        yield readers.batches(config.schedule.microbatch_size)
 
 
 def _slots(kind: DeviceKind, scaling: ScalingConfig) -> list[DeviceSlot]:

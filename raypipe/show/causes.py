@@ -18,6 +18,7 @@ _WORDS: Mapping[Cause, tuple[str, str]] = {
     Cause.OTHER_BRANCH: ("another branch: it computes", "what it waits for needs an Op of another branch, which has not finished"),
     Cause.COLLECTIVE: ("collective: others compute", "it waits for a norm or sum to which another device has not brought its part"),
     Cause.COLLECTIVE_TRANSFER: ("collective: on its way", "it waits for a norm or sum to which all have brought their parts"),
+    Cause.DATA: ("data", "it waits for rows of the data, which have not been read"),
     Cause.OVERHEAD: ("overhead", "no span explains it: the framework, or the machine"),
     Cause.DRAIN: ("drain", "it is done and others are not"),
 }
@@ -48,6 +49,8 @@ def _culprit_words(division: Division, culprit: Culprit) -> str:
     match culprit.root, culprit.device, culprit.sender:
         case Root.WORK, int(device), _:
             return f"{device_words(division.trace.devices, division.stages)[device]} at work"
+        case Root.DATA, int(device), _:
+            return f"rows of the data for {device_words(division.trace.devices, division.stages)[device]}"
         case Root.MESSAGE, int(device), int(sender):
             return f"messages on their way from {labels[sender]} to {labels[device]}"
         case Root.MESSAGE, int(device), None:

@@ -24,6 +24,7 @@ _PATTERNS = {
     Cause.GRADIENT: ("gradient", _FALLING),
     Cause.OTHER_BRANCH: ("branch", "M4 0V8"),
     Cause.COLLECTIVE: ("collective", "M0 4H8"),
+    Cause.DATA: ("data", "M0 4H8M4 0V8"),
     Cause.OVERHEAD: ("overhead", _RISING + _FALLING),
     Cause.ACTIVATION_TRANSFER: ("activation dots", _DOTS),
     Cause.GRADIENT_TRANSFER: ("gradient dots", _DOTS),

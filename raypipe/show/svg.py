@@ -35,6 +35,8 @@ _STYLE = (
     + "".join(f".{kind}{{fill:{colour(kind)}}}.{kind}.odd{{fill:{colour(kind, 1)}}}" for kind in COLOURS)
 )
 
+_DATA_STYLE = ".data{fill:#f2c14e}"
+
 
 def draw_traces(traces: Sequence[Trace]) -> str:
     """Draw traces, the first on top; two have their differences below."""
@@ -66,7 +68,10 @@ class _Drawing:
         self.y += 12
         if len(self.traces) == 2:
             self.differences(*self.traces)
-        style = _STYLE + "".join(f".b{branch.number}{{fill:{branch.colour}}}" for branch in self.branches)
+        has_data = any(span.kind is SpanKind.DATA for trace in self.traces for span in trace.spans)
+        style = (
+            _STYLE + (_DATA_STYLE if has_data else "") + "".join(f".b{branch.number}{{fill:{branch.colour}}}" for branch in self.branches)
+        )
         return document(self.elements, height=self.y + MARGIN, style=style)
 
     def legend(self) -> None:
@@ -76,6 +81,7 @@ class _Drawing:
             entries.append(((str(self.labels.kinds[0]), "odd"), lighter))
         entries += [(("recv",), "waits for a message")] if SpanKind.RECV in kinds else []
         entries += [(("all",), "waits for a collective")] if SpanKind.COLLECTIVE in kinds else []
+        entries += [(("data",), "waits for rows of the data")] if SpanKind.DATA in kinds else []
         entries += [(("move",), "message under way")] if self.shows_transfers and any(map(has_messages, self.traces)) else []
         entries += [(("sum",), "sum or norm under way")] if self.shows_transfers and any(map(has_sums, self.traces)) else []
         entries += [(("held",), "memory held")] if any(map(has_memory, self.traces)) else []

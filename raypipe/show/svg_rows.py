@@ -24,6 +24,7 @@ _RIGHT = 70
 _MOST_TICKS = 14
 _MOST_BOXES = 24_000
 _MOST_MEMORY_POINTS = 20_000
+_WAIT_CLASSES = {SpanKind.RECV: "recv", SpanKind.COLLECTIVE: "all", SpanKind.DATA: "data"}
 _LEAST_PIXELS = 0.3
 _MOST_FIT = 0.75
 
@@ -120,7 +121,7 @@ class RowPainter:
     def _span(self, span: Span, y: float) -> Iterator[svg.Element]:
         title = _hover(span, self.trace)
         if span.kind is not SpanKind.COMPUTE:
-            yield self._box(span, y, ROW, "recv" if span.kind is SpanKind.RECV else "all", title=title)
+            yield self._box(span, y, ROW, _WAIT_CLASSES[span.kind], title=title)
             return
         parts = self.labels.of(span)
         height = ROW / len(parts)
@@ -192,7 +193,7 @@ class RowPainter:
 
 def _hover(span: Span, trace: Trace) -> str:
     carried = f"\n{size(span.bytes)}" if span.bytes else ""
-    lead = "waits for " if span.kind in {SpanKind.RECV, SpanKind.COLLECTIVE} else ""
+    lead = "waits for " if span.kind in _WAIT_CLASSES else ""
     sender = f" from {labels_of(trace)[span.sender]}" if span.sender is not None else ""
     tail = f" under way{sender}" if span.kind is SpanKind.TRANSFER else ""
     branches = dict.fromkeys(branch for op in span.ops if (branch := trace.branch(op.stage)))

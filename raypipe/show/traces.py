@@ -66,6 +66,7 @@ _IDLE_COLUMNS: Mapping[str, Sequence[Cause]] = {
     "gra-\ndient": [Cause.GRADIENT],
     "another\nbranch": [Cause.OTHER_BRANCH],
     "collec-\ntive": [Cause.COLLECTIVE],
+    "data": [Cause.DATA],
     _OVERHEAD: [Cause.OVERHEAD],
     _DRAIN: [Cause.DRAIN],
 }

@@ -95,6 +95,7 @@ class Checkpoints:
         index: What all checkpoints of the run have in common.
         resumed: The checkpoint that the run goes on from.
         on_saved: Called with each checkpoint that is complete, and the seconds of writing it.
+        position: Returns where the training data goes on behind an update, if a checkpoint has to say.
     """
 
     def __init__(
@@ -107,9 +108,11 @@ class Checkpoints:
         resumed: Checkpoint | None,
         notice: Notice,
         on_saved: Callable[[Checkpoint, float], None],
+        position: Callable[[int], str | None] = lambda _: None,
     ) -> None:
         self.newest = resumed
         self._on_saved = on_saved
+        self._position = position
         self._folder, self._lock, self._config, self._index, self._notice = folder, lock, config, index, notice
         self._writing: _Writing | None = None
         self._since_s = time.monotonic()
@@ -134,7 +137,7 @@ class Checkpoints:
         self._lock.check()
         coordinator.take_snapshot()
         finite = {name: value for name, value in metrics.items() if math.isfinite(value)}
-        index = dataclasses.replace(self._index, update=update, metrics=finite)
+        index = dataclasses.replace(self._index, update=update, metrics=finite, data=self._position(update))
         try:
             folder = self._folder.new_checkpoint(update)
         except OSError as error:
@@ -167,7 +170,9 @@ class Checkpoints:
                 found = [unpacked(part) for part in ray.get(list(parts), timeout=max(deadline - time.monotonic(), 0.0))]
                 state = {name: tensor for part in found for name, tensor in part.items()}
                 files |= write_layer(folder, layer, self._index.layers[layer], state)
-            self.newest = Checkpoint.finish(folder, dataclasses.replace(self._index, update=update, files=files))
+            self.newest = Checkpoint.finish(
+                folder, dataclasses.replace(self._index, update=update, files=files, data=self._position(update))
+            )
         except (OSError, RunError, RayError) as error:
             self._notice(_not_saved(update, error))
 

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import torch
 
+from raypipe.actors.data.served import Readers
+from raypipe.actors.data.source import DataSource
 from raypipe.actors.execution.batches import FileSource, FixedBatch
 from raypipe.actors.execution.faults import FaultScript
 from raypipe.actors.execution.report import mean_losses
@@ -21,6 +23,7 @@ from raypipe.artifacts.profile import ModelProfile
 from raypipe.callbacks.events import End, Run
 from raypipe.callbacks.group import CallbackGroup
 from raypipe.cluster.coordinator import Coordinator
+from raypipe.cluster.row_readers import RowReaders
 from raypipe.cluster.signals import JOB_WAIT, StopRequest
 from raypipe.cluster.state_copies import StateCopies
 from raypipe.cluster.window import WindowResult
@@ -30,6 +33,7 @@ from raypipe.model import Model
 from raypipe.schedules.families import branch_aware
 from raypipe.schedules.metrics import metrics
 from raypipe.training.adaptive import Adaptation, AdaptiveStrategy
+from raypipe.training.check_rows import check_rows
 from raypipe.training.checkpoints import Checkpoints
 from raypipe.training.checks import check_data, check_staleness, checkpoint_to_resume, rows_per_update
 from raypipe.training.ending import finished_result, leave
@@ -64,14 +68,18 @@ class Fit:
         config: TrainConfig,
         *,
         model: str | Callable[..., Model],
-        batches: BatchFunction,
+        batches: BatchFunction | DataSource,
         plan: Plan | None,
         faults: FaultScript,
         callbacks: CallbackGroup,
         resume: Resume,
     ) -> None:
         self.config = config
-        self.batches = batches
+        self.source = batches if isinstance(batches, DataSource) else None
+        self.readers: RowReaders | None = None
+        self.batches: BatchFunction
+        if not isinstance(batches, DataSource):
+            self.batches = batches
         self.faults = faults
         self.callbacks = callbacks
         self.notice = callbacks.notice
@@ -105,6 +113,9 @@ class Fit:
         if config.data.path:
             num_tokens = check_data(config, self.model, vocabulary_size=keyword(model, config.model.options, "vocabulary_size"))
             tokens_per_row = num_tokens if num_tokens > 1 else None
+        if self.source is not None:
+            checked = check_rows(self.source, self.model, microbatch_size=config.schedule.microbatch_size)
+            self.is_stream, tokens_per_row = checked
         self.folder = folder or RunFolder.create(config.run.storage_path, config.run.name)
         if folder is None:
             self._lock(self.folder)
@@ -126,6 +137,7 @@ class Fit:
             resumed=self.resumed,
             notice=notice,
             on_saved=self.record.add_checkpoint,
+            position=self._data_position,
         )
         self.nonfinite = NonFiniteUpdates(config.run.on_nonfinite, can_repeat=config.failure.max_failures > 0, notice=notice)
         self.num_done = self.first_update
@@ -191,7 +203,7 @@ class Fit:
             cluster=config.cluster,
             notice=self.notice,
         )
-        with actors as self.coordinator, self._told_if_interrupted():
+        with actors as self.coordinator, self._reading(), self._told_if_interrupted():
             self.record.start_metrics(self.coordinator.run)
             self._prepare()
             try:
@@ -248,6 +260,19 @@ class Fit:
                     self.checkpoints.save_copy(self.recovery.copies.candidates())
                 self.notice(self._lost())
             raise
+
+    @contextlib.contextmanager
+    def _reading(self) -> Iterator[None]:
+        if self.source is None:
+            yield
+            return
+        start = (self.resumed.index.data or "") if self.resumed else ""
+        with RowReaders(self.source, is_stream=self.is_stream, config=self.config, start=start) as self.readers:
+            self.batches = self.readers.batches(self.config.schedule.microbatch_size)
+            yield
+
+    def _data_position(self, update: int) -> str | None:
+        return self.readers.position(update * rows_per_update(self.config)) if self.readers is not None else None
 
     def _lost(self) -> str:
         newest, done = self.checkpoints.newest, self.num_done
@@ -330,7 +355,7 @@ class Fit:
 
     def _build_order(self) -> BuildOrder:
         batches, size = self.batches, self.strategy.microbatch_size
-        if isinstance(batches, FileSource):
+        if isinstance(batches, FileSource | Readers):
             batches = dataclasses.replace(batches, microbatch_size=size)
         return BuildOrder(
             model=self.model_function,
@@ -462,7 +487,7 @@ def run_strategy(config: TrainConfig, model: Model, plan: Plan | None, *, window
             return start
     # A schedule asked for by name keeps the microbatches asked for with it.
     is_open = config.adaptation.enabled or config.schedule.name == AUTO
-    can_divide = is_open and bool(config.data.path) and config.adaptation.divisions and not model.loss_couples_rows
+    can_divide = is_open and bool(config.data.path or config.data.train) and config.adaptation.divisions and not model.loss_couples_rows
     return AdaptiveStrategy(config, model, window_sizes=window_sizes, start=start, can_divide=can_divide)
 
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any
 
+from raypipe.actors.data.collate import Collate
+from raypipe.actors.data.source import DataSource, data_name
 from raypipe.actors.execution.batches import FileSource
 from raypipe.actors.execution.faults import FaultScript
 from raypipe.actors.orders import BatchFunction
@@ -29,6 +31,7 @@ from raypipe.config import (
     ScheduleConfig,
     TrainConfig,
 )
+from raypipe.data.samples import Split
 from raypipe.errors import ConfigError
 from raypipe.model import Model
 from raypipe.training.checks import with_plan
@@ -45,7 +48,12 @@ class Trainer:
         model_options: Keyword arguments of the function.
         precision: Precision that the model computes in.
         compile_layers: Whether each layer goes through `torch.compile`.
-        data_config: Tokens to train on. With `batches`, its path stays empty and it says how many microbatches an evaluation takes.
+        data_config: File or functions that the rows come from. With `train_data` or `batches` it says how many microbatches an
+            evaluation takes, and how far ahead rows are read.
+        train_data: Training rows: a table with `__len__` and `__getitem__` (a torch or Hugging Face dataset, a list), a dict of columns,
+            an iterable (an `IterableDataset`, a `DataLoader`, a Ray Dataset), or a function that returns one of them.
+        eval_data: The same for evaluations; without it there are none.
+        collate: Function that makes a dict of tensors from a list of rows; without it, fields of one shape are stacked.
         batches: Function from a split, `train` or `validation`, to a `raypipe.actors.execution.batches.BatchSource` of
             `schedule_config.microbatch_size` rows; called on the actors.
         schedule_config: Order in which the stages work.
@@ -62,7 +70,7 @@ class Trainer:
         faults: Failures to inject, for drills.
 
     Raises:
-        ConfigError: There is not exactly one of a file of data and `batches`, or a value contradicts the plan.
+        ConfigError: There is not exactly one of a `data_config` with rows, `train_data` and `batches`, or a value contradicts the plan.
 
     Example:
         Trainer("raypipe.models.gpt:gpt", data_config=DataConfig(path="tokens.parquet")).fit().metrics["loss"]
@@ -76,6 +84,9 @@ class Trainer:
         precision: Precision = Precision.FLOAT32,
         compile_layers: bool = False,
         data_config: DataConfig | None = None,
+        train_data: object = None,
+        eval_data: object = None,
+        collate: Collate | None = None,
         batches: BatchFunction | None = None,
         schedule_config: ScheduleConfig | None = None,
         optimizer_config: OptimizerConfig | None = None,
@@ -108,16 +119,34 @@ class Trainer:
         self.callbacks = [make_callback(one) for one in callbacks]
         self.plan = Plan.load(plan) if plan is not None else None
         self.config = with_plan(config, self.plan) if self.plan is not None else config
-        if batches is None and data_config is None:
-            raise ConfigError("give the trainer either data_config or batches")
-        if batches is not None and self.config.data.path:
-            raise ConfigError("give the trainer either batches or a data_config with a path; without one it says how long evaluations are")
-        self.batches: BatchFunction = batches or FileSource(
-            path=self.config.data.file,
-            sequence_length=self.config.data.sequence_length,
-            seed=self.config.run.seed,
-            microbatch_size=self.config.schedule.microbatch_size,
+        if train_data is None and (eval_data is not None or collate is not None):
+            raise ConfigError("eval_data and collate need train_data")
+        has_rows = bool(self.config.data.path or self.config.data.train)
+        if (batches is not None) + (train_data is not None) + (has_rows or (data_config is not None and not (batches or train_data))) != 1:
+            raise ConfigError(
+                "give the trainer one of train_data, batches, and a data_config with a path or functions; beside the first two, a "
+                "data_config says how long evaluations are"
+            )
+        self.batches = batches or self._source(train_data, eval_data, collate)
+
+    def _source(self, train_data: object, eval_data: object, collate: Collate | None) -> BatchFunction | DataSource:
+        data, seed = self.config.data, self.config.run.seed
+        if train_data is not None:
+            given = {Split.TRAIN: train_data} | ({Split.VALIDATION: eval_data} if eval_data is not None else {})
+            self._use_data(train=data_name(train_data), eval=data_name(eval_data), collate=data_name(collate))
+            return DataSource(given, collate=collate, seed=seed)
+        if data.train:
+            self._use_data()
+            return DataSource.of(data, seed=seed)
+        return FileSource(
+            path=data.file, sequence_length=data.sequence_length, seed=seed, microbatch_size=self.config.schedule.microbatch_size
         )
+
+    def _use_data(self, **named: str) -> None:
+        data = replace(self.config.data, **named)  # type: ignore[arg-type]
+        if not data.eval:
+            data = replace(data, num_validation_microbatches=0)
+        self.config = replace(self.config, data=data)
 
     @classmethod
     def of(cls, config: TrainConfig, *, faults: FaultScript | None = None, callbacks: Sequence[Callback] = ()) -> Trainer:

@@ -1,0 +1,1 @@
+"""Rows from the user's own data: tables, streams and loaders, read in processes beside the stages."""

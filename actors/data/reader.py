@@ -1,0 +1,121 @@
+"""Reads the rows of a split, and serves them to the stages by number. One process reads, so that all stages get the same rows."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from ray import cloudpickle
+from torch import Tensor
+
+from raypipe.actors.data.collate import batch_of
+from raypipe.actors.data.seeds import seed_all
+from raypipe.actors.data.source import DataSource
+from raypipe.actors.data.streams import Position, RowStream
+from raypipe.actors.execution.batches import share_of
+from raypipe.errors import ConfigError, RaypipeError
+
+Packed = dict[str, npt.NDArray[Any] | Tensor]
+"""Fields as arrays, which Ray sends without copies within a node; tensors of types that NumPy lacks."""
+_COLLATE = 1
+"""Beside the number of a row, what tells the seed of a collation from that of the row."""
+
+
+class RowReader:
+    """The rows of one split of the user's data, made into fields.
+
+    Several threads may ask; one at a time reads. What was read last is kept, since each stage asks for it at another time.
+
+    Args:
+        source: `DataSource.packed`.
+        num_kept: Pieces of rows, as asked for, that are kept.
+        mark_every: Rows between two positions of a stream that are remembered.
+        start: `Position.text` where a stream begins.
+    """
+
+    def __init__(self, source: bytes, split: str, *, num_kept: int, mark_every: int, start: str = "") -> None:
+        self._source: DataSource = cloudpickle.loads(source)
+        self._split = split
+        self._collate = self._source.collator()
+        self._rows = self._source.open(split, mark_every=mark_every, start=Position.from_text(start))
+        self._num_kept = num_kept
+        self._kept: OrderedDict[tuple[int, int], dict[str, Tensor]] = OrderedDict()
+        self._form: dict[str, tuple[list[int], torch.dtype]] = {}
+        self._lock = threading.Lock()
+
+    @property
+    def is_stream(self) -> bool:
+        """Whether rows can only be read one after the other."""
+        return isinstance(self._rows, RowStream)
+
+    def rows(self, first: int, count: int, share: tuple[float, float]) -> Packed:
+        """Return a share of the fields of `count` rows from number `first` on.
+
+        Raises:
+            ConfigError: Rows cannot be read, or not made into fields.
+        """
+        with self._lock:
+            if (first, count) not in self._kept:
+                self._read(first, count)
+            self._kept.move_to_end((first, count))
+            batch = self._kept[first, count]
+        return {name: _packed(tensor) for name, tensor in share_of(batch, share).items()}
+
+    def position(self, row: int) -> str:
+        """Return from where a stream goes on to reach a row, as text; empty for rows that are read by number."""
+        with self._lock:
+            return self._rows.position(row).text() if isinstance(self._rows, RowStream) else ""
+
+    def _read(self, first: int, count: int) -> None:
+        # A stream passes the rows that others will ask for; a later piece may be asked for first.
+        since = first
+        if isinstance(self._rows, RowStream) and self._rows.row < first and not (first - self._rows.row) % count:
+            since = max(self._rows.row, first - self._num_kept // 2 * count)
+        for begin in range(since, first + count, count):
+            self._kept[begin, count] = self._piece(begin, count)
+            if len(self._kept) > self._num_kept:
+                self._kept.popitem(last=False)
+
+    def _piece(self, first: int, count: int) -> dict[str, Tensor]:
+        where = f"rows {first} to {first + count - 1} of the {self._split} data"
+        try:
+            rows = self._rows.read(first, count)
+            seed_all(self._source.seed, first, _COLLATE)
+            batch = batch_of(rows, self._collate)
+            self._check_alike(batch)
+            return batch
+        except RaypipeError as error:
+            raise ConfigError(f"{where}: {error}") from error
+        except Exception as error:  # whatever the user's data raises
+            raise ConfigError(f"{where}: {type(error).__name__}: {error}") from error
+
+    def _check_alike(self, batch: dict[str, Tensor]) -> None:
+        found = {name: (list(tensor.shape[1:]), tensor.dtype) for name, tensor in batch.items()}
+        self._form = self._form or found
+        for name in sorted(found.keys() | self._form.keys()):
+            now, before = (_form_text(form.get(name)) for form in (found, self._form))
+            if now != before:
+                raise ConfigError(
+                    f"the field {name!r} of a row is {now}, but was {before} in the first rows; stages exchange tensors of one shape: "
+                    "bring rows to one length, with `collate=Pad(length, ...)` of raypipe.data.collation, or pack them with "
+                    "raypipe.data.packing"
+                )
+
+
+def _form_text(form: tuple[list[int], torch.dtype] | None) -> str:
+    return "missing" if form is None else f"{str(form[1]).removeprefix('torch.')} {form[0]}"
+
+
+def _packed(tensor: Tensor) -> npt.NDArray[Any] | Tensor:
+    if tensor.dtype is torch.bfloat16 or not tensor.is_cpu:
+        return tensor.cpu()
+    return np.ascontiguousarray(tensor.detach().numpy())
+
+
+def unpacked(fields: Packed) -> dict[str, Tensor]:
+    """Return fields as tensors of their own memory, which stages may write into."""
+    return {name: value if isinstance(value, Tensor) else torch.tensor(value) for name, value in fields.items()}

@@ -1,0 +1,98 @@
+"""What a new user gets wrong about data is told at once, before a cluster is started."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import ray
+import torch
+
+from raypipe.config import DataConfig, RunConfig
+from raypipe.errors import ConfigError, FormatError
+from raypipe.model import Batch, Model
+from raypipe.models.mlp import mlp
+from raypipe.training.trainer import Trainer
+
+ROWS: list[dict[str, Any]] = [{"inputs": np.zeros(16), "targets": np.zeros(16)} for _ in range(20)]
+
+
+def weighted(weigh: Any) -> Any:
+    def model() -> Model:
+        return dataclasses.replace(mlp(), loss_weight=weigh)
+
+    return model
+
+
+def mask_sum(batch: Batch) -> torch.Tensor:
+    return batch["mask"].sum()
+
+
+def mask_mean(batch: Batch) -> torch.Tensor:
+    return batch["inputs"].float().mean() + 1
+
+
+@pytest.mark.parametrize(
+    ("model", "data", "problem"),
+    [
+        pytest.param(
+            mlp,
+            [{"input": np.zeros(16)}],
+            r"'layer-0' takes the field 'inputs'; did you mean 'input'\?; the train data has input",
+            id="field",
+        ),
+        pytest.param(mlp, [{"inputs": [0] * (3 + at % 2)} for at in range(9)], r"has the shapes \[3\] and \[4\]; .*Pad", id="shape"),
+        pytest.param(mlp, [], r"the train data has no row", id="empty"),
+        pytest.param(mlp, "no_file.py:rows", r"data.train 'no_file.py:rows': there is no file 'no_file.py'", id="path"),
+        pytest.param(
+            weighted(mask_sum), ROWS, r"loss_weight of the model takes the field 'mask'; the train data has inputs, targets", id="mask"
+        ),
+        pytest.param(weighted(mask_mean), ROWS, r"loss_weight .* is 1 .* but 2 for its two halves .* not a mean", id="a-mean"),
+        pytest.param(mlp, {"train": ROWS, "test": ROWS}, r"data.train is a dict of lists of rows", id="splits"),
+    ],
+)
+def test_data_that_does_not_fit_the_model_is_refused_before_a_cluster_starts(model: Any, data: Any, problem: str, tmp_path: Path) -> None:
+    was_connected = ray.is_initialized()
+    with pytest.raises(ConfigError, match=problem):
+        Trainer(model, train_data=data, run_config=RunConfig(storage_path=str(tmp_path / "runs"))).fit()
+    assert ray.is_initialized() == was_connected
+    assert not (tmp_path / "runs").exists(), "no folder of a run is made"
+
+
+def test_the_generators_of_the_users_program_are_left_as_they_were(tmp_path: Path) -> None:
+    torch.manual_seed(3), random.seed(3), np.random.seed(3)
+    expected = (torch.rand(1).item(), random.random(), np.random.rand())
+    torch.manual_seed(3), random.seed(3), np.random.seed(3)
+    with pytest.raises(ConfigError, match="takes the field 'inputs'"):
+        Trainer(mlp, train_data=[{"x": 1}], run_config=RunConfig(storage_path=str(tmp_path / "runs"))).fit()
+    assert (torch.rand(1).item(), random.random(), np.random.rand()) == expected
+
+
+@pytest.mark.parametrize(
+    ("given", "problem"),
+    [
+        pytest.param({}, r"give the trainer one of train_data, batches, and a data_config", id="nothing"),
+        pytest.param({"data_config": DataConfig()}, r"data.path names no file, and data.train no function", id="an-empty-config"),
+        pytest.param({"train_data": ROWS, "data_config": DataConfig(path="a")}, r"give the trainer one of", id="both"),
+        pytest.param({"eval_data": ROWS, "data_config": DataConfig(path="a")}, r"eval_data and collate need train_data", id="eval-alone"),
+    ],
+)
+def test_a_trainer_takes_rows_from_one_place(given: Any, problem: str) -> None:
+    with pytest.raises(ConfigError, match=problem):
+        Trainer(mlp, **given)
+
+
+def test_a_configuration_takes_rows_from_one_place() -> None:
+    with pytest.raises(FormatError, match=r"expected either data.path or data.train"):
+        DataConfig(path="a", train="b:c")
+    with pytest.raises(FormatError, match=r"needs data.train"):
+        DataConfig(path="a", eval="b:c")
+
+
+def test_without_rows_for_evaluations_there_are_none() -> None:
+    assert Trainer(mlp, train_data=ROWS).config.data.num_validation_microbatches == 0
+    assert Trainer(mlp, train_data=ROWS, eval_data=ROWS).config.data.num_validation_microbatches == 8
