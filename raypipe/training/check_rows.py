@@ -63,9 +63,7 @@ def _check_fields(batch: Batch, model: Model, *, where: str) -> None:
             if name not in batch:
                 near = suggestion(name, batch)
                 raise ConfigError(f"layer {layer.name!r} takes the field {name!r}{near}; {where} has {', '.join(batch)}")
-    for choices in model.needs:
-        if not any(name in batch for name in choices):
-            raise ConfigError(f"the model takes the field {' or '.join(map(repr, choices))}; {where} has {', '.join(batch)}")
+    model.check_fields(batch, where=where)
     if model.loss_weight is None:
         return
     try:
