@@ -28,6 +28,7 @@ from raypipe.actors.measure.memory import MemoryMeter, memory_meter
 from raypipe.actors.measure.metrics import StageMetrics
 from raypipe.actors.orders import Awaited, BatchFunction, BuildOrder, ConnectOrder, Identity, LayerSize, ModelFunction, Status
 from raypipe.actors.stage.gradient_flow import EdgeSpecs, LayerOutput
+from raypipe.actors.stage.optimizer_names import OptimizerFunction
 from raypipe.actors.stage.optimizers import build_optimizer
 from raypipe.actors.stage.state import PackedState, packed, unpacked
 from raypipe.actors.transport import cuda
@@ -190,12 +191,13 @@ class StageActor:
         precision: Precision = Precision.FLOAT32,
         num_at_once: int = 1,
         uses_cache: bool = False,
+        optimizer_function: OptimizerFunction | None = None,
     ) -> list[LayerMeasurement]:
         """Measure the layers of the model on this device, while `num_at_once` devices of its node do."""
         begin = self._activity.begin
         begin("measuring layers")
         batch = batches("train").batch(0, WHOLE)
-        make = partial(build_optimizer, optimizer)
+        make = partial(build_optimizer, optimizer, function=optimizer_function)
         cache = LayerCache(self._on, precision, optimizer.name, effort, num_at_once) if uses_cache else None
         return measure_layers(
             model(), batch, optimizer=make, seed=seed, effort=effort, precision=precision, on=self._on, on_layer=begin, cache=cache

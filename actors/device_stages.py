@@ -12,12 +12,12 @@ from raypipe.actors.execution.batches import WHOLE, BatchSource
 from raypipe.actors.orders import BuildOrder, LayerSize
 from raypipe.actors.stage.checkpoint import load_stages
 from raypipe.actors.stage.gradient_flow import LayerOutput
-from raypipe.actors.stage.module import StageModule
+from raypipe.actors.stage.named_weights import full_names
 from raypipe.actors.stage.optimizers import build_optimizer
 from raypipe.actors.stage.precision import build_stage, loss_in_float32, prepare
 from raypipe.actors.stage.snapshot import Snapshot
 from raypipe.actors.stage.state import export_layers, export_stepped, import_layers
-from raypipe.actors.stage.weights import Weights
+from raypipe.actors.stage.weights import Optimizer, Weights
 from raypipe.artifacts.checkpoint_files import FileSums
 from raypipe.artifacts.storage import Storage
 from raypipe.model import Batch
@@ -57,7 +57,9 @@ class DeviceStages:
         """Build the stages; return the size of each layer."""
         order = self.order
         for stage in self._stages:
-            make = partial(order.make_optimizer, stage) if order.make_optimizer else partial(build_optimizer, order.optimizer)
+            make: Optimizer = partial(build_optimizer, order.optimizer, function=order.optimizer_function)
+            if order.make_optimizer:
+                make = partial(order.make_optimizer, stage)
             self.weights[stage] = build_stage(
                 self.model,
                 order.cut,
@@ -68,7 +70,7 @@ class DeviceStages:
                 precision=order.precision,
                 on=self._on,
             )
-        return {index: size for weights in self.weights.values() for index, size in _layer_sizes(weights.module).items()}
+        return {index: size for weights in self.weights.values() for index, size in _layer_sizes(weights).items()}
 
     def output_specs(self, stage: int, made: Mapping[int, tuple[LayerOutput, ...]]) -> dict[int, tuple[LayerOutput, ...]]:
         """Return what a stage gives, from what the stages before it give; prepare its weights for the precision of the run."""
@@ -130,12 +132,14 @@ class DeviceStages:
             import_layers(weights, states)
 
 
-def _layer_sizes(module: StageModule) -> dict[int, LayerSize]:
+def _layer_sizes(weights: Weights) -> dict[int, LayerSize]:
+    module, names = weights.module, full_names(weights.module, weights.names)
     counted = {id(module.get_parameter(name)) for name in module.borrowed}
     sizes: dict[int, LayerSize] = {}
     for index, layer in module.layers.items():
         parameters = list(layer.parameters())
         num_parameters = sum(parameter.numel() for parameter in parameters if id(parameter) not in counted)
-        sizes[int(index)] = LayerSize(num_parameters, sum(parameter.nbytes for parameter in parameters))
+        trained = tuple(full for name, full in names.items() if name.split(".", 2)[1] == index)
+        sizes[int(index)] = LayerSize(num_parameters, sum(parameter.nbytes for parameter in parameters), trained)
         counted.update(map(id, parameters))
     return sizes

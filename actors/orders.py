@@ -9,6 +9,8 @@ import torch
 
 from raypipe.actors.execution.batches import BatchSource
 from raypipe.actors.execution.faults import FaultScript
+from raypipe.actors.stage.named_weights import NamedWeights
+from raypipe.actors.stage.optimizer_names import OptimizerFunction
 from raypipe.actors.transport.secret import StoreAddress
 from raypipe.artifacts.branches import cut_branches, stages_text
 from raypipe.artifacts.cut import Cut
@@ -21,7 +23,7 @@ from raypipe.schedules.ir import WeightRule
 ModelFunction = Callable[[], Model]
 BatchFunction = Callable[[str], BatchSource]
 """Opens the rows of a split, such as `train`."""
-StageOptimizer = Callable[[int, list[torch.nn.Parameter]], torch.optim.Optimizer]
+StageOptimizer = Callable[[int, NamedWeights], torch.optim.Optimizer]
 """Makes the optimizer of a stage from its number and its weights."""
 
 
@@ -46,7 +48,8 @@ class BuildOrder:
 
     Attributes:
         num_updates: Updates of the run, for the learning rate.
-        make_optimizer: Makes each stage's optimizer, instead of the one that `optimizer` names.
+        optimizer_function: Makes an optimizer from groups of weights, instead of what `optimizer` names.
+        make_optimizer: Makes each stage's optimizer, whatever `optimizer` says.
     """
 
     model: ModelFunction
@@ -58,6 +61,7 @@ class BuildOrder:
     num_updates: int
     seed: int
     faults: FaultScript = field(default_factory=FaultScript)
+    optimizer_function: OptimizerFunction | None = None
     make_optimizer: StageOptimizer | None = None
     precision: Precision = Precision.FLOAT32
 
@@ -102,10 +106,15 @@ class ConnectOrder:
 
 @dataclass(frozen=True)
 class LayerSize:
-    """How large a layer's weights are; parameters shared with an earlier layer count there, but their bytes here, too."""
+    """How large a layer's weights are; parameters shared with an earlier layer count there, but their bytes here, too.
+
+    Attributes:
+        weights: Full names of the trained weights.
+    """
 
     num_parameters: int
     parameter_bytes: int
+    weights: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -104,7 +104,14 @@ class Recipe:
 
 
 _NADAMW = {f"nadamw{100 * beta1:.0f}": OptimizerConfig(name=OptimizerName.NADAMW, beta1=beta1) for beta1 in (0.8, 0.9, 0.95, 0.99)}
-OPTIMIZERS = {name: Recipe(optimizer) for name, optimizer in {"adamw": OptimizerConfig(), **_NADAMW}.items()}
+_LATE = {
+    "nadamw90-ahead": OptimizerConfig(name=OptimizerName.NADAMW, beta1=0.9, lookahead=1.0),
+    "nadamw90-corrected": OptimizerConfig(name=OptimizerName.NADAMW, beta1=0.9, gradient_correction=1.0),
+    "muon": OptimizerConfig(name=OptimizerName.MUON),
+    "muon-ahead": OptimizerConfig(name=OptimizerName.MUON, lookahead=1.0),
+    "muon-corrected": OptimizerConfig(name=OptimizerName.MUON, gradient_correction=1.0),
+}
+OPTIMIZERS = {name: Recipe(optimizer) for name, optimizer in {"adamw": OptimizerConfig(), **_NADAMW, **_LATE}.items()}
 OPTIMIZERS |= {f"{name}-short": replace(recipe, warmup=0.04) for name, recipe in OPTIMIZERS.items()}
 """By name; with a short warm-up, too, in which asynchronous schedules fail at rates that they can take later."""
 

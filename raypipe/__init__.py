@@ -27,6 +27,7 @@ if TYPE_CHECKING:
         ScalingConfig,
         ScheduleConfig,
         TrainConfig,
+        WeightGroup,
     )
     from raypipe.model import Layer, Model
     from raypipe.planning.plan import plan
@@ -58,6 +59,7 @@ _HOME = {
     "ScalingConfig": "config",
     "ScheduleConfig": "config",
     "TrainConfig": "config",
+    "WeightGroup": "config",
     "Layer": "model",
     "Model": "model",
     "Result": "training.result",
@@ -86,6 +88,7 @@ __all__ = [
     "Trace",
     "TrainConfig",
     "Trainer",
+    "WeightGroup",
     "build_schedule",
     "plan",
     "simulate",

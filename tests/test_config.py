@@ -2,6 +2,7 @@
 
 from dataclasses import fields
 from enum import StrEnum
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,12 +23,12 @@ from raypipe.config import (
     ScheduleConfig,
     TrainConfig,
     Transport,
+    WeightGroup,
 )
 from raypipe.errors import ConfigError, FormatError
 from raypipe.schedules.ir import UpdateScope
 
 NAMES = [
-    (OptimizerConfig, {}, "name", OptimizerName.NADAMW),
     (ScheduleConfig, {}, "update_scope", UpdateScope.GLOBAL),
     (ScalingConfig, {}, "transport", Transport.GLOO),
     (ModelConfig, {"function": "models:gpt"}, "precision", Precision.BF16),
@@ -84,6 +85,71 @@ def test_the_final_learning_rate_is_a_tenth_of_the_highest_if_nothing_is_said() 
     assert max(rates) == pytest.approx(2e-5)
     assert rates[-1] == pytest.approx(2e-6)
     assert OptimizerConfig(learning_rate=2e-5, final_learning_rate=0.0, warmup_updates=2).rate(11, num_updates=12) < 1e-20
+
+
+@pytest.mark.parametrize(
+    ("schedule", "expected"),
+    [
+        ("constant", [0.5, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1]),
+        ("linear", [0.5, 1, 1, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1]),
+        ("wsd", [0.5, 1, 1, 1, 1, 1, 1, 1, 1, 0.7, 0.4, 0.1]),
+        (f"{__name__}:stairs", [0.5, 1, 1, 1, 1, 1, 0.5, 0.5, 0.5, 0.5, 0.5, 0.5]),
+    ],
+)
+def test_learning_rates_follow_the_named_curve(schedule: str, expected: list[float]) -> None:
+    config = OptimizerConfig(
+        learning_rate=2.0, final_learning_rate=0.2 if schedule != "linear" else 0.0, learning_rate_schedule=schedule, warmup_updates=2,
+        decay_updates=3,
+    )  # fmt: skip
+    rates = [config.rate(update, num_updates=12) / 2 for update in range(12)]
+    if schedule == "linear":
+        expected = [0.5, 1, *((11 - update) / 9 for update in range(2, 12))]
+    assert rates == pytest.approx(expected)
+
+
+def stairs(update: int, num_updates: int) -> float:
+    """Half of the rate in the second half."""
+    return 1.0 if update < num_updates / 2 else 0.5
+
+
+def nowhere(_update: int, _num_updates: int) -> float:
+    """No rate."""
+    return float("nan")
+
+
+def test_a_curve_that_is_not_there_or_is_no_rate_is_refused() -> None:
+    with pytest.raises(FormatError, match=r"learning_rate_schedule: there is no learning rate schedule 'cosin'; did you mean 'cosine'\?"):
+        OptimizerConfig(learning_rate_schedule="cosin")
+    with pytest.raises(ConfigError, match=r"optimizer.learning_rate_schedule 'tests.test_config:stair': .* did you mean 'stairs'\?"):
+        OptimizerConfig(learning_rate_schedule="tests.test_config:stair").rate(0, num_updates=1)
+    with pytest.raises(ConfigError, match=r"returned nan for update 3 of 5"):
+        OptimizerConfig(learning_rate_schedule="tests.test_config:nowhere").rate(3, num_updates=5)
+
+
+def test_no_limit_on_the_norm_is_still_none_when_the_configuration_is_read_back(tmp_path: Path) -> None:
+    config = TrainConfig(
+        model=ModelConfig(function="a:b"),
+        data=DataConfig(path="x"),
+        optimizer=OptimizerConfig(
+            max_grad_norm=None, options={"foreach": None}, groups=(WeightGroup(weights=("*.bias",), learning_rate_factor=0.5),)
+        ),
+    )
+    config.save(tmp_path / "config.yaml")
+    assert TrainConfig.load(tmp_path / "config.yaml") == config
+
+
+def test_the_kind_of_state_names_what_cannot_be_exchanged() -> None:
+    sgd = WeightGroup(weights=("a.*", "b.*"), optimizer="SGD", options={"momentum": 0.9})
+    slow = WeightGroup(weights=("*.bias",), learning_rate_factor=0.1)
+    assert OptimizerConfig(beta1=0.5, options={"eps": 1e-3}, groups=(slow,)).state_kind == "adamw"
+    assert OptimizerConfig(options={"amsgrad": True}).state_kind == "adamw(amsgrad)"
+    assert OptimizerConfig(groups=(sgd, slow)).state_kind == "adamw; a.*, b.*: sgd(momentum)"
+    assert OptimizerConfig(groups=(slow, sgd)).state_kind == "adamw; *.bias: adamw; a.*, b.*: sgd(momentum)"
+
+
+def test_a_group_has_a_pattern() -> None:
+    with pytest.raises(FormatError, match=r"weights: expected a list of one pattern or more, got \(\)"):
+        WeightGroup(weights=())
 
 
 def test_a_run_with_batches_of_its_own_has_no_token_file() -> None:

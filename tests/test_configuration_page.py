@@ -46,7 +46,8 @@ def type_text(schema: dict[str, Any]) -> str:
     if "enum" in schema:
         return " or ".join(f"`{member}`" for member in schema["enum"])
     if schema["type"] == "array":
-        return f"list of {type_text(schema['items'])}s"
+        of_items = "of keys and values" if resolved(schema["items"]).get("type") == "object" else f"of {type_text(schema['items'])}s"
+        return f"list {of_items}"
     names = {"string": "text", "integer": "whole number", "number": "number", "boolean": "`true` or `false`", "null": "nothing"}
     limits = [f"{sign} {schema[key]:,.15g}" for key, sign in LIMITS.items() if key in schema]
     return " ".join([names.get(schema["type"], "keys and values"), " and ".join(limits)]).strip()
@@ -63,10 +64,14 @@ def default_text(name: str, field: dict[str, Any], required: list[str]) -> str:
 def section(name: str, schema: dict[str, Any]) -> str:
     """A section of the page: one line a key."""
     said = meanings(schema)
-    lines = [f"## `{name}`", "", schema["description"].splitlines()[0], "", "| key | what | default | meaning |", "|---|---|---|---|"]
+    level = "###" if "." in name else "##"
+    lines = [f"{level} `{name}`", "", schema["description"].splitlines()[0], "", "| key | what | default | meaning |", "|---|---|---|---|"]
+    parts = []
     for key, field in schema["properties"].items():
         lines.append(f"| `{key}` | {type_text(field)} | {default_text(key, field, schema.get('required', []))} | {said[key]} |")
-    return "\n".join(lines) + "\n"
+        if "properties" in (of_items := resolved(field.get("items", {}))):
+            parts.append(section(f"{name}.{key}", of_items))
+    return "\n".join(["\n".join(lines) + "\n", *parts])
 
 
 PLAN = ("## `plan`\n", meanings(SCHEMA)["plan"])

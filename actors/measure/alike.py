@@ -38,7 +38,7 @@ class LayerKey:
 
     Attributes:
         structure: As `structure` returns it; empty for a layer that is like no other.
-        operators: Digest of its trial forwards.
+        operators: Digest of its trial forwards, and what steps its weights.
     """
 
     structure: str

@@ -23,6 +23,7 @@ class LayerMeasurement:
         gradient_rows: Rows of the looked-up weights that the microbatch touches.
         looked_up_rows: All rows of these weights; 0 where the layer looks none up.
         looked_up_bytes: Their bytes as the optimizer steps them.
+        state_bytes: Bytes that the optimizer keeps; `None` where none has stepped.
     """
 
     name: str
@@ -44,6 +45,7 @@ class LayerMeasurement:
     gradient_rows: int = 0
     looked_up_rows: int = 0
     looked_up_bytes: int = 0
+    state_bytes: int | None = None
 
 
 @dataclass(frozen=True)

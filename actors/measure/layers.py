@@ -25,6 +25,8 @@ from raypipe.actors.stage.backward import backward_full, backward_input
 from raypipe.actors.stage.gradient_flow import LayerOutput, StageOutputs, zero_inputs
 from raypipe.actors.stage.layers import RngKey
 from raypipe.actors.stage.losses import tried_loss
+from raypipe.actors.stage.optimizer_state import flat_state
+from raypipe.actors.stage.optimizers import described
 from raypipe.actors.stage.precision import build_stage, loss_in_float32, prepare
 from raypipe.actors.stage.weights import Optimizer, Weights
 from raypipe.artifacts.cut import Cut
@@ -118,7 +120,8 @@ def _compared(make: _Maker, batch: Batch, on_layer: Callable[[str], None]) -> tu
         built = structure(make.model, weights.module, outputs, batch)
         with trace.recorded(weights.module):
             outputs |= prepare(weights, outputs, batch, num_rows=make.num_rows(batch))
-        keys.append(LayerKey(built, trace.digest()) if built is not None else LayerKey("", str(index)))
+        stepped = described(weights.optimizer) if weights.optimizer is not None else ""
+        keys.append(LayerKey(built, f"{trace.digest()} {stepped}") if built is not None else LayerKey("", str(index)))
     return outputs, keys
 
 
@@ -194,6 +197,7 @@ class _Layer:
             gradient_rows=sum(len(touched[at]) if at in touched else num_rows for at, num_rows in tables.items()),
             looked_up_rows=sum(tables.values()),
             looked_up_bytes=sum(self.weights.masters[at].nbytes for at in tables),
+            state_bytes=None if effort.estimates else self._state_bytes(),
         )
 
     def _time(self, samples: _Samples, effort: Effort, *, warm_up: int) -> None:
@@ -217,6 +221,11 @@ class _Layer:
     def _least_working_bytes(self) -> int:
         outputs = sum(math.prod(output.spec.shape) * output.spec.dtype.itemsize for output in self.outputs)
         return outputs + max((weight.nbytes for weight in self.module.parameters()), default=0)
+
+    def _state_bytes(self) -> int:
+        # Behind the timed updates, so that all of it is there.
+        states = self.weights.optimizer.state.values() if self.weights.optimizer is not None else ()
+        return sum(tensor.nbytes for state in states for tensor in flat_state(state).values())
 
     def _tied_bytes(self) -> int:
         layer = self.model.layers[self.index].name

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from raypipe.actors import devices
 from raypipe.actors.stage.layers import GENERATOR_LOCK, RngKey, build_layer, layer_seed
-from raypipe.actors.stage.ties import borrowed_weights, shared_weights, tie_layers
+from raypipe.actors.stage.ties import borrowed_weights, shared_weights, tie_layers, tied_names
 from raypipe.artifacts.cut import Cut
 from raypipe.errors import ConfigError, PlanError
 from raypipe.model import Batch, Layer, Model
@@ -29,6 +29,7 @@ class StageModule(nn.Module):
         inputs: Layers whose outputs each layer takes.
         shared: Weights shared with other stages, in the same order on all.
         borrowed: By name, weights stored with other stages' layers.
+        tied: By name, weights that several layers share, each with its full name in the first of them.
     """
 
     def __init__(self, model: Model, cut: Cut, stage: int, *, seed: int, on: torch.device = devices.CPU) -> None:
@@ -49,6 +50,7 @@ class StageModule(nn.Module):
         tie_layers(model, {index: self.layers[str(index)] for index in self.indices}, seed=seed, on=on)
         self.shared = shared_weights(model, cut, self, self.indices, seed=seed) if stage in cut.graph.tie_of else ()
         self.borrowed = borrowed_weights(model, self, self.indices)
+        self.tied = tied_names(model, self, self.indices)
         self._steps = [(index, self.layers[str(index)], self.inputs[index], self.specs[index]) for index in self.indices]
         self.takes_batch = any(spec.takes_batch for spec in self.specs.values())
         _check_state(self)

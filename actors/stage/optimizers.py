@@ -1,29 +1,201 @@
-"""Torch's optimizers, as a configuration names them."""
+"""The optimizer of a stage, as a configuration describes it.
+
+A weight belongs to the first group of the configuration that matches its full name, or to none. All weights with one optimizer and one
+set of options make one torch optimizer; several of them step as one (`JoinedOptimizer`).
+"""
 
 from __future__ import annotations
 
+import dataclasses
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any
+
 import torch
+from torch import nn
 
-from raypipe.config import OptimizerConfig, OptimizerName
+from raypipe.actors.stage.late_gradients import LateGradients
+from raypipe.actors.stage.named_weights import NamedWeights
+from raypipe.actors.stage.optimizer_names import OptimizerFunction, OptimizerSpec, optimizer_spec
+from raypipe.actors.stage.weights import RATE_FACTOR
+from raypipe.config import OptimizerConfig, OptimizerName, WeightGroup
+from raypipe.errors import ConfigError, suggestion
 
-_MOMENTUM_DECAY = 1e9
-"""Momentum decay with which NAdam uses `beta1` from the first update on; with torch's default it starts at half of `beta1`."""
+_NUM_MATRIX_DIMENSIONS = 2
+_NUM_SHOWN = 8
+_OF_WEIGHTS = frozenset({"params", "param_names", "lr"})
 
 
-def build_optimizer(config: OptimizerConfig, weights: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
-    """Return the optimizer of some weights. Weight decay applies to matrices only, not to vectors such as biases and gains."""
-    matrices = [weight for weight in weights if weight.dim() >= 2]
-    vectors = [weight for weight in weights if weight.dim() < 2]
-    groups = [{"params": group, "weight_decay": decay} for group, decay in ((matrices, config.weight_decay), (vectors, 0.0)) if group]
-    betas = (config.beta1, config.beta2)
-    if config.name is OptimizerName.NADAMW:
-        return torch.optim.NAdam(
-            groups,
-            lr=config.learning_rate,
-            betas=betas,
-            eps=config.epsilon,
-            momentum_decay=_MOMENTUM_DECAY,
-            decoupled_weight_decay=True,
-        )
-    fused = all(weight.is_floating_point() for weight in weights)  # there is no fused kernel for complex weights
-    return torch.optim.AdamW(groups, lr=config.learning_rate, betas=betas, eps=config.epsilon, fused=fused)
+class JoinedOptimizer(torch.optim.Optimizer):
+    """Several optimizers, each of some weights, that step as one."""
+
+    def __init__(self, parts: Sequence[torch.optim.Optimizer]) -> None:
+        super().__init__([weight for part in parts for group in part.param_groups for weight in group["params"]], {})
+        self.parts = parts
+        self.param_groups = [group for part in parts for group in part.param_groups]
+        for part in parts:
+            part.state = self.state
+
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """Step all of them; `closure` is not called."""
+        for part in self.parts:
+            part.step()
+        return None
+
+
+@dataclass(frozen=True)
+class _Treatment:
+    """How a weight is stepped; `decay` is for weights of any shape, `None` for the optimizer's own and by dimensions."""
+
+    spec: OptimizerSpec
+    options: Mapping[str, Any]
+    factor: float
+    decay: float | None
+
+
+class _Treatments:
+    """The treatment of each weight."""
+
+    def __init__(self, config: OptimizerConfig, function: OptimizerFunction | None) -> None:
+        self._config = config
+        self._own = optimizer_spec(config.name, function)
+        self._groups = [(group, self._of(group)) for group in config.groups]
+        self._rest = self._of(None)
+
+    def of(self, name: str, weight: nn.Parameter, *, is_outer: bool) -> _Treatment:
+        """Return the treatment of a weight."""
+        group, (treatment, others) = next(((group, pair) for group, pair in self._groups if _matches(group, name)), (None, self._rest))
+        names_optimizer = group is not None and group.optimizer is not None
+        # A group that names Muon means it, for embeddings, too.
+        is_matrix = weight.dim() == _NUM_MATRIX_DIMENSIONS and (names_optimizer or not is_outer)
+        return treatment if others is None or is_matrix else others
+
+    def _of(self, group: WeightGroup | None) -> tuple[_Treatment, _Treatment | None]:
+        config = self._config
+        where, options = "optimizer.options", config.options
+        spec = self._own
+        if group is not None:
+            where = f"optimizer.groups[{config.groups.index(group)}].options"
+            options = group.options if group.optimizer else options | group.options
+            spec = optimizer_spec(group.optimizer) if group.optimizer else spec
+        factor = 1.0 if group is None else group.learning_rate_factor
+        decay = None if group is None else group.weight_decay
+        treatment = _Treatment(spec, spec.arguments(options, config, where=where), factor, decay)
+        if not spec.is_for_matrices_only:
+            return treatment, None
+        # AdamW steps what Muon does not; the configuration's betas are its own.
+        adamw = optimizer_spec(OptimizerName.ADAMW)
+        return treatment, dataclasses.replace(treatment, spec=adamw, options=adamw.arguments({}, config, where=where))
+
+
+def _matches(group: WeightGroup, name: str) -> bool:
+    return any(fnmatchcase(name, pattern) for pattern in group.weights)
+
+
+def build_optimizer(
+    config: OptimizerConfig, weights: Iterable[tuple[str, nn.Parameter]], *, function: OptimizerFunction | None = None
+) -> torch.optim.Optimizer:
+    """Return the optimizer of some weights, given with their full names.
+
+    Args:
+        config: Optimizer, options and groups.
+        weights: Full name of each weight, and the weight.
+        function: Makes the optimizer, in place of what `config.name` names.
+
+    Raises:
+        ConfigError: There is no such optimizer or option, or the optimizer refuses the weights.
+    """
+    treatments = _Treatments(config, function)
+    weights = weights if isinstance(weights, NamedWeights) else NamedWeights(weights)
+    parts: dict[tuple[str, str], tuple[_Treatment, dict[tuple[float, float | None], list[tuple[str, nn.Parameter]]]]] = {}
+    # Matrices before vectors, so that an optimizer has them in groups.
+    for name, weight in sorted(weights, key=lambda pair: pair[1].dim() < _NUM_MATRIX_DIMENSIONS):
+        treatment = treatments.of(name, weight, is_outer=name in weights.outer)
+        key = (treatment.spec.name, repr(sorted(treatment.options.items())))
+        _, groups = parts.setdefault(key, (treatment, defaultdict(list)))
+        groups[treatment.factor, _decay(treatment, weight, config)].append((name, weight))
+    made = [_made(treatment, groups, config) for treatment, groups in parts.values()]
+    joined = made[0] if len(made) == 1 else JoinedOptimizer(made)
+    if config.lookahead or config.gradient_correction:
+        return LateGradients(joined, lookahead=config.lookahead, gradient_correction=config.gradient_correction)
+    return joined
+
+
+def _decay(treatment: _Treatment, weight: nn.Parameter, config: OptimizerConfig) -> float | None:
+    if treatment.decay is not None:
+        return treatment.spec.weight_decay(treatment.decay, where="optimizer.groups")
+    own = treatment.spec.weight_decay(config.weight_decay, where="optimizer.weight_decay")
+    return own if own is None or weight.dim() >= _NUM_MATRIX_DIMENSIONS else 0.0
+
+
+def _made(
+    treatment: _Treatment, groups: Mapping[tuple[float, float | None], list[tuple[str, nn.Parameter]]], config: OptimizerConfig
+) -> torch.optim.Optimizer:
+    described: list[dict[str, Any]] = []
+    for (factor, decay), members in groups.items():
+        described.append({"params": members} | ({} if decay is None else {"weight_decay": decay}))
+        if factor != 1.0:
+            described[-1][RATE_FACTOR] = factor
+    weights = [weight for members in groups.values() for _, weight in members]
+    return treatment.spec.make(described, weights, treatment.options, learning_rate=config.learning_rate)
+
+
+def described(optimizer: torch.optim.Optimizer) -> str:
+    """Return text that is equal for optimizers that take equally long and keep equally much of equal weights."""
+    match optimizer:
+        case LateGradients():
+            return f"late({optimizer.lookahead:g}, {optimizer.gradient_correction:g}) {described(optimizer.inner)}"
+        case JoinedOptimizer():
+            return " + ".join(described(part) for part in optimizer.parts)
+    groups = [
+        (sorted((key, repr(value)) for key, value in group.items() if key not in _OF_WEIGHTS), [tuple(w.shape) for w in group["params"]])
+        for group in optimizer.param_groups
+    ]
+    return f"{type(optimizer).__module__}.{type(optimizer).__qualname__}{groups}"
+
+
+def check_optimizer(config: OptimizerConfig, *, function: OptimizerFunction | None = None) -> None:
+    """Refuse an optimizer that cannot be, before any device is asked for.
+
+    Optimizers of torch are tried on two small weights; of a user's, names and arguments are checked.
+
+    Raises:
+        ConfigError: There is no such optimizer or option, a value is out of range, or the optimizer cannot work in a pipeline.
+    """
+    specs = [optimizer_spec(config.name, function), *(optimizer_spec(group.optimizer) for group in config.groups if group.optimizer)]
+    _Treatments(config, function)
+    if any(spec.is_own for spec in specs):
+        return
+    # Each group has a matrix and a vector, by a name that its pattern matches.
+    for group in (None, *config.groups):
+        one = dataclasses.replace(config, groups=() if group is None else (dataclasses.replace(group, weights=("*",)),))
+        needs_matrix = group is not None and group.optimizer is not None and not optimizer_spec(group.optimizer).is_general
+        weights = [("layer.matrix", nn.Parameter(torch.ones(2, 2))), ("layer.vector", nn.Parameter(torch.ones(2)))]
+        optimizer = build_optimizer(one, weights[:1] if needs_matrix or not specs[0].is_general else weights)
+        for _, weight in weights:
+            weight.grad = torch.ones_like(weight)
+        try:
+            optimizer.step()
+        except Exception as error:
+            name = config.name if group is None else group.optimizer or config.name
+            raise ConfigError(f"optimizer.name {name!r} cannot make a step: {type(error).__name__}: {error}") from error
+
+
+def check_patterns(config: OptimizerConfig, names: Iterable[str]) -> None:
+    """Refuse a pattern that gets no weight; `names` are the full names of all trained weights of the model.
+
+    Raises:
+        ConfigError: Names the pattern, and a weight that may have been meant.
+    """
+    names = list(dict.fromkeys(names))
+    left = names
+    for number, group in enumerate(config.groups):
+        for pattern in group.weights:
+            if any(fnmatchcase(name, pattern) for name in left):
+                continue
+            earlier = ": earlier groups have all that it matches" if any(fnmatchcase(name, pattern) for name in names) else ""
+            near = suggestion(pattern, names) or f"; there are {', '.join(names[:_NUM_SHOWN])}{' ...' if len(names) > _NUM_SHOWN else ''}"
+            raise ConfigError(f"optimizer.groups[{number}].weights: {pattern!r} gets no trained weight{earlier or near}")
+        left = [name for name in left if not _matches(group, name)]

@@ -1,7 +1,7 @@
 """The state of a stage's layers by name, for checkpoints and other actors.
 
 weight                        a weight or buffer of the layer
-optimizer/exp_avg/weight      optimizer state of this weight
+optimizer/exp_avg/weight      optimizer state of this weight; `optimizer_state` explains the name in the middle
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from raypipe.actors.stage.gradients import match_layout
 from raypipe.actors.stage.module import StageModule
+from raypipe.actors.stage.optimizer_state import check_places, flat_state, load_state
 from raypipe.actors.stage.weights import Weights
 from raypipe.errors import ConfigError
 
@@ -32,7 +32,6 @@ class PackedTensor:
 PackedState = dict[str, PackedTensor]
 """The state of a layer on its way between processes."""
 OPTIMIZER = "optimizer/"  # a module cannot have such a name
-_COUNTS = frozenset({"step", "mu_product"})  # optimizer state that is one number per weight, whatever the weight's shape
 
 
 def packed(state: Mapping[str, Tensor]) -> PackedState:
@@ -53,6 +52,8 @@ def unpacked(state: Mapping[str, PackedTensor]) -> dict[str, Tensor]:
 def export_layers(weights: Weights) -> dict[int, dict[str, Tensor]]:
     """Return the state of each layer of a stage, without borrowed weights, and without what only other copies have of the optimizer's."""
     module = weights.module
+    if weights.optimizer is not None:
+        check_places(weights.optimizer, weights.group_values)
     states: dict[int, dict[str, Tensor]] = {index: {} for index in module.indices}
     tensors = without_aliases(module) | {name: master.data for name, master in zip(weights.names, weights.masters, strict=True)}
     for name, tensor in tensors.items():
@@ -79,7 +80,7 @@ def export_stepped(weights: Weights) -> dict[int, dict[str, Tensor]]:
 def _optimizer_state(weights: Weights, at: int) -> dict[str, Tensor]:
     rest = weights.names[at].split(".", 2)[2]
     state = weights.optimizer.state.get(weights.masters[at], {}) if weights.optimizer is not None else {}
-    return {f"{OPTIMIZER}{key}/{rest}": value if isinstance(value, Tensor) else torch.tensor(value) for key, value in state.items()}
+    return {f"{OPTIMIZER}{key}/{rest}": tensor for key, tensor in flat_state(state).items()}
 
 
 def import_layers(weights: Weights, states: Mapping[int, Mapping[str, Tensor]]) -> None:
@@ -91,6 +92,7 @@ def import_layers(weights: Weights, states: Mapping[int, Mapping[str, Tensor]]) 
     assert weights.versions.num_versions == 1, "weights are loaded between windows only"
     tensors = without_aliases(weights.module)
     masters = dict(zip(weights.names, weights.masters, strict=True))
+    optimizer_states: dict[str, dict[str, Tensor]] = {}
     for index, state in _with_borrowed(weights.module, states).items():
         expected = {name.split(".", 2)[2] for name in tensors if name.split(".", 2)[1] == str(index)}
         names = {name for name in state if not name.startswith(OPTIMIZER)}
@@ -103,13 +105,19 @@ def import_layers(weights: Weights, states: Mapping[int, Mapping[str, Tensor]]) 
             prefix, rest = _split(key)
             name = f"layers.{index}.{rest}"
             if prefix:
-                if name in masters or name not in tensors:  # otherwise the weight is frozen now
-                    _load_optimizer_state(weights.optimizer, masters.get(name), name, prefix.split("/")[1], tensor)
+                kind = prefix.split("/")[1]
+                if name not in tensors:
+                    raise ConfigError(f"checkpoint of {name}: has optimizer state {kind!r}, but the model has no such weight")
+                if name in masters:  # otherwise the weight is frozen now
+                    optimizer_states.setdefault(name, {})[kind] = tensor
                 continue
             if tensors[name].shape != tensor.shape:
                 raise ConfigError(f"checkpoint of {name}: has shape {tuple(tensor.shape)}, the model {tuple(tensors[name].shape)}")
             with torch.no_grad():
                 (masters[name].data if name in masters else tensors[name]).copy_(tensor)
+    for name, tensors_by_kind in optimizer_states.items():
+        assert weights.optimizer is not None, "a stage with masters has an optimizer"
+        load_state(weights.optimizer, masters[name], tensors_by_kind)
     weights.versions.set_newest(weights.versions.newest)
 
 
@@ -130,18 +138,6 @@ def _split(key: str) -> tuple[str, str]:
         return "", key
     _, kind, weight = key.split("/", 2)
     return f"{OPTIMIZER}{kind}/", weight
-
-
-def _load_optimizer_state(
-    optimizer: torch.optim.Optimizer | None, master: nn.Parameter | None, name: str, kind: str, tensor: Tensor
-) -> None:
-    if master is None or optimizer is None:
-        raise ConfigError(f"checkpoint of {name}: has optimizer state {kind!r}, but the model has no such weight")
-    # The host reads counts of steps, unless the optimizer has one kernel for everything.
-    on_host = kind in _COUNTS and not optimizer.defaults.get("fused")
-    loaded = tensor.to("cpu" if on_host else master.device, copy=True)
-    has_layout = kind not in _COUNTS and tensor.shape == master.shape
-    optimizer.state[master][kind] = match_layout(loaded, master, dtype=tensor.dtype) if has_layout else loaded
 
 
 def without_aliases(module: nn.Module) -> dict[str, Tensor]:

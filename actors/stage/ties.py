@@ -105,6 +105,16 @@ def borrowed_weights(model: Model, stage: nn.Module, indices: Collection[int]) -
     return borrowed
 
 
+def tied_names(model: Model, stage: nn.Module, indices: Collection[int]) -> dict[str, str]:
+    """Return, by name, the parameters that belong to a tie, with the full name of the weight in the tie's first layer."""
+    names: dict[str, str] = {}
+    for number, (tie, layers) in enumerate(zip(model.ties, model.tied_layers(), strict=True)):
+        owner = model.layers[min(layers)].name
+        if (name := _parameter_of(model, number, stage, indices)) is not None:
+            names[name] = next(f"{owner}.{weight}" for layer, weight in tie if layer == owner)
+    return names
+
+
 def _parameter_of(model: Model, tie: int, stage: nn.Module, indices: Collection[int]) -> str | None:
     index_of = {model.layers[index].name: index for index in indices}
     for layer, name in model.ties[tie]:

@@ -7,20 +7,24 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from raypipe.actors.stage.gradients import WHOLE, Bucket, GradientBuffers, squared_norm
 from raypipe.actors.stage.layers import RngKey
 from raypipe.actors.stage.lookups import Lookups
 from raypipe.actors.stage.module import Outputs, StageModule
+from raypipe.actors.stage.named_weights import NamedWeights, named_weights
+from raypipe.actors.stage.optimizer_state import group_values
 from raypipe.actors.stage.shards import Shards
 from raypipe.actors.stage.ties import SharedGradients
 from raypipe.actors.stage.versions import WeightVersions
 from raypipe.model import Batch
 from raypipe.schedules.ir import WeightRule
 
-Optimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+Optimizer = Callable[[NamedWeights], torch.optim.Optimizer]
 """Makes the optimizer of one stage from its weights."""
+RATE_FACTOR = "learning_rate_factor"
+"""Entry of an optimizer's parameter group: the factor of the learning rate; 1 where a group has none."""
 
 
 class Weights:
@@ -36,7 +40,9 @@ class Weights:
         self.gradients = GradientBuffers(self.masters, on=self.on, layers=layers)
         self.lookups = Lookups(module, self.names, self.masters)
         self.shared = SharedGradients(module.shared, self.names, self.masters, on=self.on)
-        self.optimizer = optimizer(self.masters) if self.masters else None
+        self.optimizer = optimizer(named_weights(module, self.names, self.masters)) if self.masters else None
+        self.group_values = group_values(self.optimizer) if self.optimizer is not None else []
+        """Entries of the optimizer's groups, which stay as they are."""
         self.shards: Shards | None = None
         """Who steps which weights, where copies of the stage divide them."""
 
@@ -171,7 +177,7 @@ class Weights:
             for master, gradient in zip(self.masters, gradients, strict=True):
                 master.grad = gradient
             for group in self.optimizer.param_groups:
-                group["lr"] = learning_rate
+                group["lr"] = learning_rate * group.get(RATE_FACTOR, 1.0)
             self.optimizer.step()
             for master in self.masters:
                 master.grad = None

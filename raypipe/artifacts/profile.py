@@ -81,6 +81,7 @@ class LayerProfile:
         working_bytes: Most temporary bytes beyond what is kept, such as gradients of activations.
         input_grad_working_bytes: The same for the input gradient, where the backward is split.
         frozen_bytes: Size of the weights that are not trained: no gradients, no optimizer state.
+        state_bytes: Size of the optimizer's state; None for twice that of the trained weights, as with AdamW.
         branch: Name of the branch that the layer belongs to.
     """
 
@@ -104,6 +105,7 @@ class LayerProfile:
     frozen_bytes: NonNegativeInt | None = None
     branch: str | None = None
     split_s: NonNegativeFloat | None = None
+    state_bytes: NonNegativeInt | None = None
 
     def __post_init__(self) -> None:
         _check_times(self)
@@ -174,6 +176,7 @@ def _without_shared(layer: LayerProfile) -> LayerProfile:
         update_s=None if layer.update_s is None else layer.update_s * rest,
         low_precision_bytes=None if layer.low_precision_bytes is None else round(layer.low_precision_bytes * rest),
         frozen_bytes=None if layer.frozen_bytes is None else min(layer.frozen_bytes, rest_bytes),
+        state_bytes=None if layer.state_bytes is None else round(layer.state_bytes * rest),
     )
 
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable
 from dataclasses import field, fields
 from typing import Annotated, Any, TypeVar, dataclass_transform
 
 import pydantic.dataclasses
-from pydantic import AfterValidator, ConfigDict, ValidationError
+from pydantic import AfterValidator, ConfigDict, SerializerFunctionWrapHandler, ValidationError, model_serializer
 
 from raypipe.artifacts.validation import format_error
 from raypipe.errors import FormatError, InputError, shown, unseen
@@ -37,6 +38,7 @@ def record(*, kw_only: bool = True) -> Callable[[type[T]], type[T]]:
     """
 
     def decorate(cls: type[T]) -> type[T]:
+        _write_nulls(cls)
         made: Any = pydantic.dataclasses.dataclass(cls, frozen=True, kw_only=kw_only, config=_CONFIG)
         init = made.__init__
 
@@ -55,6 +57,20 @@ def record(*, kw_only: bool = True) -> Callable[[type[T]], type[T]]:
         return decorated
 
     return decorate
+
+
+def _write_nulls(cls: type[Any]) -> None:
+    # Files leave None out, which reads as a field's default: where that is another value, None must be written.
+    optional = [name for name, annotation in inspect.get_annotations(cls).items() if "None" in str(annotation)]
+    names = [name for name in optional if getattr(cls, name, None) is not None]
+    if not names:
+        return
+
+    @model_serializer(mode="wrap")
+    def serialize(self: Any, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        return {**handler(self), **{name: None for name in names if getattr(self, name) is None}}
+
+    cls._serialize_with_nulls = serialize
 
 
 def invalid(owner: object, where: str, problem: str) -> FormatError:

@@ -12,6 +12,7 @@ from raypipe.actors.execution.batches import BatchSource
 from raypipe.actors.measure.layer_costs import USUAL_EFFORT, Effort, LayerMeasurement
 from raypipe.actors.orders import BatchFunction, BuildOrder, ConnectOrder, LayerSize, ModelFunction
 from raypipe.actors.stage.gradient_flow import EdgeSpecs, LayerOutput, edge_specs
+from raypipe.actors.stage.optimizer_names import OptimizerFunction
 from raypipe.artifacts.cut import Cut
 from raypipe.artifacts.storage import Storage
 from raypipe.cluster.actor_group import Member
@@ -79,6 +80,7 @@ class Coordinator:
         num_devices: int,
         effort: Effort = USUAL_EFFORT,
         precision: Precision = Precision.FLOAT32,
+        optimizer_function: OptimizerFunction | None = None,
         notice: Callable[[str], None] = lambda _: None,
         uses_cache: bool = False,
     ) -> list[list[LayerMeasurement]]:
@@ -96,6 +98,7 @@ class Coordinator:
                 precision=precision,
                 num_at_once=num_devices,
                 uses_cache=uses_cache,
+                optimizer_function=optimizer_function,
             )
             for device, member in enumerate(self.actors.members[:num_devices])
         }

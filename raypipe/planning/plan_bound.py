@@ -309,7 +309,7 @@ class _Bounds:
         """Least memory of all layers' weights, gradients and optimizer state; tied weights may be held once."""
         problem = self.problem
         shared = (sorted(problem.profile.layers[layer].shared_bytes for layer in tie)[:-1] for tie in problem.profile.ties())
-        return float(problem.standing_prefix[-1]) - sum(map(sum, shared)) * (1 + problem.state_bytes_per_parameter_byte)
+        return float(problem.standing_prefix[-1]) - sum(map(sum, shared)) * (1 + problem.most_state_bytes_per_parameter_byte)
 
     def _capacity(self, sources: NDArray[np.bool_], targets: NDArray[np.bool_]) -> float:
         """Return the most bytes per second from some devices to others.

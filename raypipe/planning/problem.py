@@ -23,7 +23,7 @@ from raypipe.errors import PlanError
 from raypipe.planning.late_sums import LateSums
 from raypipe.schedules.ir import UpdateScope
 from raypipe.schedules.staleness import StalenessLimits
-from raypipe.simulation.plan_cost import STATE_BYTES_PER_PARAMETER_BYTE
+from raypipe.simulation.plan_cost import GRADIENT_BYTES_PER_PARAMETER_BYTE, STATE_BYTES_PER_PARAMETER_BYTE, layer_state_bytes
 
 Floats = npt.NDArray[np.float64]
 
@@ -178,8 +178,22 @@ class Problem:
     @cached_property
     def standing_prefix(self) -> Floats:
         """Bytes of weights, low-precision copies, gradients and optimizer state before each position."""
-        besides = np.cumsum([float((layer.low_precision_bytes or 0) + (layer.frozen_bytes or 0)) for layer in self.profile.layers])
-        return self.trained_prefix * (1 + self.state_bytes_per_parameter_byte) + np.concatenate(([0.0], besides))
+        of_optimizer = self.state_bytes_per_parameter_byte - GRADIENT_BYTES_PER_PARAMETER_BYTE
+        besides = np.cumsum([
+            layer_state_bytes(layer, of_optimizer) + (layer.low_precision_bytes or 0) + (layer.frozen_bytes or 0)
+            for layer in self.profile.layers
+        ])
+        return self.trained_prefix * (1 + GRADIENT_BYTES_PER_PARAMETER_BYTE) + np.concatenate(([0.0], besides))
+
+    @cached_property
+    def most_state_bytes_per_parameter_byte(self) -> float:
+        """Gradients and optimizer state of any layer, as measured, for each byte of its trained weights; at least as assumed."""
+        measured = [
+            GRADIENT_BYTES_PER_PARAMETER_BYTE + layer.state_bytes / layer.trained_bytes
+            for layer in self.profile.layers
+            if layer.state_bytes is not None and layer.trained_bytes
+        ]
+        return max([self.state_bytes_per_parameter_byte, *measured])
 
     @cached_property
     def saved_prefix(self) -> Floats:

@@ -112,7 +112,7 @@ def _check_possible(problem: Problem) -> None:
             )
     # Tied weights are held once where their layers are in one stage.
     shared = (sorted(problem.profile.layers[layer].shared_bytes for layer in tie)[:-1] for tie in problem.profile.ties())
-    needed = float(problem.standing_prefix[-1]) - sum(map(sum, shared)) * (1 + problem.state_bytes_per_parameter_byte)
+    needed = float(problem.standing_prefix[-1]) - sum(map(sum, shared)) * (1 + problem.most_state_bytes_per_parameter_byte)
     total = math.fsum(problem.memory_bytes)
     if needed > total:
         raise PlanError(

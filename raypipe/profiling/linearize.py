@@ -127,6 +127,7 @@ def _merged(layers: Sequence[LayerProfile], output_bytes: int, tied: str | None)
     saved = [layer.weight_grad_saved_bytes for layer in layers]
     held = held_once(layers)
     updates = [layer.update_s for layer in held if layer.update_s is not None]
+    states = [layer.state_bytes for layer in held if layer.state_bytes is not None]
     copies = [layer.low_precision_bytes for layer in held if layer.low_precision_bytes is not None]
     tables = [layer for layer in held if layer.gradient_rows is not None and layer.looked_up_rows is not None]
     is_worked = any(layer.working_bytes is not None for layer in layers)
@@ -150,6 +151,7 @@ def _merged(layers: Sequence[LayerProfile], output_bytes: int, tied: str | None)
         looked_up_rows=_total(tables, "looked_up_rows"),
         looked_up_bytes=_total(tables, "looked_up_bytes"),
         update_s=sum(updates) if updates else None,
+        state_bytes=sum(states) if len(states) == len(held) else None,
         low_precision_bytes=sum(copies) if copies else None,
         working_bytes=most_working_bytes(layers) if is_worked else None,
         input_grad_working_bytes=sum(layer.input_grad_working_bytes or 0 for layer in layers) if is_worked else None,

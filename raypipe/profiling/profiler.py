@@ -234,6 +234,7 @@ def model_profile(measured: Sequence[Sequence[LayerMeasurement]], model: Model, 
             working_bytes=layer.working_bytes,
             input_grad_working_bytes=layer.input_grad_working_bytes,
             frozen_bytes=layer.frozen_bytes or None,
+            state_bytes=layer.state_bytes,
             branch=described.branch,
         )
         for times, (layer, *others), described in zip(_times(measured), zip(*measured, strict=True), model.layers, strict=True)

@@ -127,6 +127,11 @@ def layout_cost(
     )
 
 
+def layer_state_bytes(layer: LayerProfile, state_bytes_per_parameter_byte: float) -> float:
+    """Return the bytes of a layer's optimizer state: as measured, else so many for each byte of its trained weights."""
+    return layer.trained_bytes * state_bytes_per_parameter_byte if layer.state_bytes is None else layer.state_bytes
+
+
 def stage_buckets(profile: ModelProfile, cut: Cut) -> list[int]:
     """Return in how many buckets the replicas of each stage sum its gradients."""
     held = (held_once([profile.layers[at] for at in layers]) for layers in cut.stages)
@@ -222,7 +227,7 @@ def _stage_cost(
         ),
         parameter_bytes=sum(layer.parameter_bytes for layer in held),
         frozen_bytes=sum(layer.frozen_bytes or 0 for layer in held),
-        state_bytes=round(trained_bytes * state_bytes_per_parameter_byte * stepped),
+        state_bytes=round(sum(layer_state_bytes(layer, state_bytes_per_parameter_byte) for layer in held) * stepped),
         low_precision_bytes=sum(layer.low_precision_bytes or 0 for layer in held),
         gradient_bytes=round(trained_bytes * GRADIENT_BYTES_PER_PARAMETER_BYTE),
         untouched_bytes=sum(layer.untouched_bytes(num_microbatches * scale) for layer in held),

@@ -295,12 +295,11 @@ def checkpoint_to_resume(folder: RunFolder, config: TrainConfig, model: Model, n
         raise ConfigError(
             f"{checkpoint.path} is of a run with run.seed={index.seed}, got {config.run.seed}; the order of rows would change"
         )
-    optimizer = index.optimizer or before.optimizer.name
-    if optimizer != config.optimizer.name:
-        raise ConfigError(
-            f"{checkpoint.path} has the state of optimizer.name={optimizer}, which {config.optimizer.name} cannot go on from; "
-            f"set it to {optimizer}"
-        )
+    old_kind, new_kind = index.optimizer or before.optimizer.state_kind, config.optimizer.state_kind
+    if old_kind != new_kind:
+        is_name = not {"(", ";"} & {*old_kind, *new_kind}
+        key, remedy = ("optimizer.name", f"set it to {old_kind}") if is_name else ("optimizer", "set name, options and groups as they were")
+        raise ConfigError(f"{checkpoint.path} has the state of {key}={old_kind}, which {new_kind} cannot go on from; {remedy}")
     # An update's number says which rows it reads: with another number of rows, some would be skipped or read twice.
     old_rows, new_rows = index.rows_per_update or rows_per_update(before), rows_per_update(config)
     if old_rows != new_rows:

@@ -17,6 +17,8 @@ from raypipe.actors.execution.faults import FaultScript
 from raypipe.actors.execution.report import mean_losses
 from raypipe.actors.orders import BatchFunction, BuildOrder
 from raypipe.actors.stage.checkpoint import Checkpoint
+from raypipe.actors.stage.optimizer_names import OptimizerFunction
+from raypipe.actors.stage.optimizers import check_optimizer, check_patterns
 from raypipe.artifacts.checkpoint_files import CheckpointIndex, finished_folders
 from raypipe.artifacts.plan import Plan
 from raypipe.artifacts.profile import ModelProfile
@@ -70,6 +72,7 @@ class Fit:
         model: str | Callable[..., Model],
         batches: BatchFunction | DataSource,
         plan: Plan | None,
+        optimizer_function: OptimizerFunction | None = None,
         faults: FaultScript,
         callbacks: CallbackGroup,
         resume: Resume,
@@ -80,6 +83,7 @@ class Fit:
         self.batches: BatchFunction
         if not isinstance(batches, DataSource):
             self.batches = batches
+        self.optimizer_function = optimizer_function
         self.faults = faults
         self.callbacks = callbacks
         self.notice = callbacks.notice
@@ -97,6 +101,7 @@ class Fit:
     def _settle(self, model: str | Callable[..., Model], plan: Plan | None, resume: Resume) -> None:
         # Whatever can be refused is, before a new folder is made or an old one changed.
         config, notice = self.config, self.notice
+        check_optimizer(config.optimizer, function=self.optimizer_function)
         folder = self._folder_to_resume(resume)
         if folder is not None:
             self._lock(folder)
@@ -165,7 +170,7 @@ class Fit:
             model=config.model.function,
             seed=config.run.seed,
             rows_per_update=rows_per_update(config),
-            optimizer=config.optimizer.name,
+            optimizer=config.optimizer.state_kind,
         )
 
     def run(self) -> Result:
@@ -292,6 +297,7 @@ class Fit:
         sizes = coordinator.build(self._build_order())
         strategy.check_layers(sizes)
         self.folder.check_room(sum(size.parameter_bytes for size in sizes.values()), num_to_keep=self.config.run.num_to_keep, notice=notice)
+        check_patterns(self.config.optimizer, [name for size in sizes.values() for name in size.weights])
         if self.resumed is not None:
             coordinator.load(self.resumed.folder)
             # Only now: a run that cannot be resumed leaves its folder as it was.
@@ -347,7 +353,7 @@ class Fit:
         if self.config.scaling.shard_optimizer and not is_sharded(schedule):
             notice(f"scaling.shard_optimizer changes nothing: {schedule.name} has each stage on one device only")
         mean_delay = metrics(schedule).mean_delay
-        if mean_delay and self.config.optimizer.name is OptimizerName.ADAMW:
+        if mean_delay and self.config.optimizer.name == OptimizerName.ADAMW:
             notice(
                 f"gradients are {mean_delay:.2g} updates late on average: with optimizer.name nadamw and a long optimizer.warmup_updates "
                 "training loses less by that"
@@ -363,6 +369,7 @@ class Fit:
             cut=self.strategy.cut,
             weight_rule=self.strategy.schedule.weight_rule,
             optimizer=self.config.optimizer,
+            optimizer_function=self.optimizer_function,
             num_rows=size,
             num_updates=self.config.run.num_updates,
             seed=self.config.run.seed,
@@ -375,7 +382,14 @@ class Fit:
             self.notice(f"costs of layers: {self.config.scaling.profile}")
             return self.profile
         return measured_profile(
-            self.config, self.model, self.model_function, self.batches, self.coordinator, self.notice, num_devices=num_devices
+            self.config,
+            self.model,
+            self.model_function,
+            self.batches,
+            self.coordinator,
+            self.notice,
+            num_devices=num_devices,
+            optimizer_function=self.optimizer_function,
         )
 
     def _train(self) -> Checkpoint:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from raypipe.actors.measure.layer_costs import ESTIMATES, USUAL_EFFORT, LayerMeasurement
 from raypipe.actors.orders import BatchFunction, ModelFunction
+from raypipe.actors.stage.optimizer_names import OptimizerFunction
 from raypipe.artifacts.profile import ModelProfile
 from raypipe.cluster.coordinator import Coordinator
 from raypipe.config import ESTIMATED, MEASURED, TrainConfig
@@ -47,6 +48,7 @@ def measured_profile(
     coordinator: Coordinator,
     notice: Notice,
     num_devices: int,
+    optimizer_function: OptimizerFunction | None = None,
 ) -> ModelProfile:
     """Measure or estimate the layers on the first devices, which work at the same time."""
     source = config.scaling.profile
@@ -57,6 +59,7 @@ def measured_profile(
         make,
         batches,
         optimizer=config.optimizer,
+        optimizer_function=optimizer_function,
         seed=config.run.seed,
         num_devices=count,
         effort=ESTIMATES if is_estimate else USUAL_EFFORT,

@@ -11,6 +11,7 @@ from raypipe.actors.data.source import DataSource, data_name
 from raypipe.actors.execution.batches import FileSource
 from raypipe.actors.execution.faults import FaultScript
 from raypipe.actors.orders import BatchFunction
+from raypipe.actors.stage.optimizer_names import OptimizerFunction
 from raypipe.artifacts.plan import Plan
 from raypipe.callbacks.base import Callback
 from raypipe.callbacks.catalogue import given_names, make_callback
@@ -58,6 +59,8 @@ class Trainer:
             `schedule_config.microbatch_size` rows; called on the actors.
         schedule_config: Order in which the stages work.
         optimizer_config: Optimizer and learning rate.
+        optimizer: Class of optimizers, or function that makes one, instead of what `optimizer_config.name` names; called on the actors
+            with groups of weights, `lr` and the options.
         scaling_config: Devices.
         cluster_config: Ray cluster.
         run_config: Length of the run, and where its results go.
@@ -90,6 +93,7 @@ class Trainer:
         batches: BatchFunction | None = None,
         schedule_config: ScheduleConfig | None = None,
         optimizer_config: OptimizerConfig | None = None,
+        optimizer: OptimizerFunction | None = None,
         scaling_config: ScalingConfig | None = None,
         cluster_config: ClusterConfig | None = None,
         run_config: RunConfig | None = None,
@@ -101,12 +105,13 @@ class Trainer:
         faults: FaultScript | None = None,
     ) -> None:
         self.model_function = model = located(model)
+        self.optimizer_function = optimizer
         self.faults = faults or FaultScript()
         config = TrainConfig(
             model=ModelConfig(function=name_of(model), options=dict(model_options or {}), precision=precision, compile=compile_layers),
             data=data_config or DataConfig(path=""),
             schedule=schedule_config or ScheduleConfig(),
-            optimizer=optimizer_config or OptimizerConfig(),
+            optimizer=_with_function(optimizer_config or OptimizerConfig(), optimizer),
             scaling=scaling_config or ScalingConfig(),
             cluster=cluster_config or ClusterConfig(),
             run=run_config or RunConfig(),
@@ -180,6 +185,7 @@ class Trainer:
         return Fit(
             self.config,
             model=self.model_function,
+            optimizer_function=self.optimizer_function,
             batches=self.batches,
             plan=self.plan,
             faults=self.faults,
@@ -190,3 +196,11 @@ class Trainer:
     def _group(self) -> CallbackGroup:
         shows = self.config.run.show_progress and not any(isinstance(one, Progress) for one in self.callbacks)
         return CallbackGroup([*([Progress()] if shows else []), *self.callbacks])
+
+
+def _with_function(config: OptimizerConfig, function: OptimizerFunction | None) -> OptimizerConfig:
+    if function is None:
+        return config
+    if config.name != OptimizerConfig().name:
+        raise ConfigError(f"give the trainer either an optimizer or an optimizer_config with a name; it has {config.name!r}")
+    return replace(config, name=name_of(function))

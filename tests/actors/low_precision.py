@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import nullcontext
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
 from raypipe.actors.execution.batches import BatchSource
 from raypipe.actors.local import LocalPipeline
+from raypipe.actors.stage.weights import Optimizer
 from raypipe.config import Precision
 from raypipe.model import Batch, Model
-from tests.actors.oracles import Trained, largest_difference, unsplit
+from tests.actors.oracles import Trained, largest_difference, named, unsplit
 
 LOW = torch.bfloat16
 
@@ -27,14 +29,16 @@ def train_low(
     num_parts: int = 1,
     divided: Collection[int] = (),
     learning_rate: float = 0.1,
+    optimizer: Optimizer | None = None,
 ) -> Trained:
-    """Train by SGD with weights, their gradients' sums and the loss in float32; layers compute under autocast, or all in bfloat16.
+    """Train with weights, their gradients' sums and the loss in float32; layers compute under autocast, or all in bfloat16.
 
-    Each pass through a layer rounds the weights anew and returns a gradient of its own, which is added in float32. The layers
+    The optimizer is SGD unless another is given. Each pass through a layer rounds the weights anew and returns a gradient of its own,
+    which is added in float32. The layers
     `divided`, which come first, take `num_parts` parts of the rows one by one. Norms are not told.
     """
     modules = unsplit(model)
-    optimizer = torch.optim.SGD(modules.parameters(), lr=learning_rate)
+    stepped = (optimizer or partial(torch.optim.SGD, lr=learning_rate))(named(model, modules))
     losses: list[float] = []
     for update in range(num_updates):
         total = 0.0
@@ -46,8 +50,8 @@ def train_low(
                 if leaf.grad is not None:
                     weight.grad = leaf.grad.float() if weight.grad is None else weight.grad + leaf.grad
             total += loss.item()
-        optimizer.step()
-        optimizer.zero_grad()
+        stepped.step()
+        stepped.zero_grad()
         losses.append(total / num_microbatches)
     return Trained(losses, [[weight.detach() for weight in module.parameters()] for module in modules], [])
 

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from raypipe.actors.execution.batches import BatchSource
 from raypipe.actors.local import LocalPipeline
 from raypipe.actors.stage.layers import build_layer
+from raypipe.actors.stage.named_weights import NamedWeights
 from raypipe.actors.stage.weights import Optimizer
 from raypipe.artifacts.cut import Cut
 from raypipe.model import Batch, Model
@@ -88,7 +89,7 @@ def train_unsplit(
     """
     modules = unsplit(model, seed=seed, on=on)
     edges = model.edges()
-    stepped = (optimizer or partial(torch.optim.AdamW, lr=learning_rate))(list(modules.parameters()))
+    stepped = (optimizer or partial(torch.optim.AdamW, lr=learning_rate))(named(model, modules))
     norms = []
     if decay_matrices_only is not None:
         groups = [[weight for weight in modules.parameters() if (weight.dim() > 1) is matrix] for matrix in (True, False)]
@@ -134,6 +135,21 @@ def unsplit(model: Model, *, seed: int = 0, on: torch.device | None = None) -> n
             holder, _, attribute = called.rpartition(".")
             setattr(by_name[other].get_submodule(holder), attribute, by_name[first].get_parameter(name))
     return modules
+
+
+def named(model: Model, modules: nn.ModuleList) -> NamedWeights:
+    """All trained weights by the layer that has them first, and those of embeddings, of the last layer and of ties apart."""
+    names: dict[nn.Parameter, str] = {}
+    outer = set()
+    tied = {(layer, name) for tie in model.ties for layer, name in tie}
+    for number, (layer, module) in enumerate(zip(model.layers, modules, strict=True)):
+        tables = {part.weight for part in module.modules() if isinstance(part, nn.Embedding)}
+        for name, weight in module.named_parameters():
+            if weight.requires_grad:
+                names.setdefault(weight, f"{layer.name}.{name}")
+                if weight in tables or number == len(modules) - 1 or (layer.name, name) in tied or name in layer.looked_up:
+                    outer.add(names[weight])
+    return NamedWeights(((name, weight) for weight, name in names.items()), outer=outer)
 
 
 def gradients_unsplit(model: Model, batches: RandomRows, *, num_microbatches: int, seed: int = 0) -> list[list[Tensor]]:
@@ -197,7 +213,7 @@ class _Dense:
 
 
 class HandPipeline:
-    """One dense layer a stage, trained by SGD with the weights that the schedule's rule names, Op by Op, in numpy.
+    """One dense layer a stage, trained by SGD with the weights that the schedule's rule names, Op by Op, in numpy; or by an optimizer.
 
     A stage takes the outputs of the stages before it side by side, in their order, or fields of the batch.
 
@@ -208,13 +224,21 @@ class HandPipeline:
     """
 
     def __init__(
-        self, model: Model, schedule: Schedule, batches: RandomRows, *, learning_rate: float, seed: int = 0, cut: Cut | None = None
+        self,
+        model: Model,
+        schedule: Schedule,
+        batches: RandomRows,
+        *,
+        learning_rate: float,
+        seed: int = 0,
+        cut: Cut | None = None,
+        optimizer: Optimizer | None = None,
     ) -> None:
         self.schedule = schedule
         self.batches = batches
         self.learning_rate = learning_rate
         self.history: list[list[_Dense]] = []
-        indices = [index for (index,) in cut.stages] if cut else range(len(model.layers))
+        indices = [index for (index,) in cut.stages] if cut else list(range(len(model.layers)))
         self.fields = [model.layers[index].batch for index in indices]
         for index in indices:
             module = build_layer(model.layers[index], index=index, seed=seed)
@@ -223,6 +247,7 @@ class HandPipeline:
         self.tied = {stage: tie for tie in schedule.graph.ties for stage in tie}
         for stage, tie in self.tied.items():
             self.history[stage][0].weight = self.history[tie[0]][0].weight
+        self.steppers = [self._stepper(optimizer, model, indices, stage) for stage in range(len(indices))] if optimizer else None
         self.newest: dict[tuple[int, int], int] = {}
         self.gradients: dict[tuple[int, int], list[Any]] = {}
         self.counted: dict[tuple[int, int], int] = {}
@@ -324,7 +349,28 @@ class HandPipeline:
         weight = sum(self.gradients[stage, op.index][0] for stage in self.tied.get(op.stage, (op.stage,)))
         bias = self.gradients[op.stage, op.index][1]
         step = self.learning_rate
+        if self.steppers is not None:
+            versions.append(_Dense(*self._stepped(*self.steppers[op.stage], [weight, bias]), versions[-1].tanh))
+            return
         versions.append(_Dense(versions[-1].weight - step * weight, versions[-1].bias - step * bias, versions[-1].tanh))
+
+    def _stepper(
+        self, optimizer: Optimizer, model: Model, indices: Sequence[int], stage: int
+    ) -> tuple[list[nn.Parameter], torch.optim.Optimizer]:
+        dense, name = self.history[stage][0], model.layers[indices[stage]].name
+        weights = [nn.Parameter(torch.as_tensor(array).clone()) for array in (dense.weight, dense.bias)]
+        names = [f"{name}.linear.weight", f"{name}.linear.bias"]
+        is_last = indices[stage] == len(model.layers) - 1
+        outer = names if is_last else names[:1] if stage in self.tied else []
+        return weights, optimizer(NamedWeights(zip(names, weights, strict=True), outer=outer))
+
+    def _stepped(self, weights: list[nn.Parameter], optimizer: torch.optim.Optimizer, gradients: Sequence[Any]) -> list[Any]:
+        for weight, gradient in zip(weights, gradients, strict=True):
+            weight.grad = torch.as_tensor(gradient).contiguous()  # fused kernels pair elements by their place in memory
+        for group in optimizer.param_groups:
+            group["lr"] = self.learning_rate * group.get("learning_rate_factor", 1.0)
+        optimizer.step()
+        return [self._array(weight.detach().clone()) for weight in weights]
 
     # Arithmetic
 
@@ -357,29 +403,36 @@ class HandPipeline:
 
 
 def run_beside_hand(
-    model: Model, cut: Cut, schedule: Schedule, *, batches: Any = None, kind: type[HandPipeline] = HandPipeline
+    model: Model,
+    cut: Cut,
+    schedule: Schedule,
+    *,
+    batches: Any = None,
+    kind: type[HandPipeline] = HandPipeline,
+    optimizer: Optimizer | None = None,
+    tolerance: float = 1e-12,
 ) -> tuple[LocalPipeline, HandPipeline]:
-    """Returns a pipeline and one by hand after a window, whose losses and weights agreed to 1e-12."""
+    """Returns a pipeline and one by hand after a window, whose losses and weights agreed."""
     batches = batches or RandomRows(tuple(dict.fromkeys([*(field for layer in model.layers for field in layer.batch), "targets"])))
     run = LocalPipeline(
         model,
         cut=cut,
         schedule=schedule,
         batches=batches,
-        optimizer=lambda weights: torch.optim.SGD(weights, lr=0.1),
+        optimizer=optimizer or (lambda weights: torch.optim.SGD(weights, lr=0.1)),
         learning_rate=lambda _: 0.1,
     )
-    by_hand = kind(model, schedule, batches, learning_rate=0.1, cut=cut)
+    by_hand = kind(model, schedule, batches, learning_rate=0.1, cut=cut, optimizer=optimizer)
     by_hand.run()
     losses: dict[int, float] = {}
     for report in run.run_window():
         losses |= report.losses
-    assert losses == pytest.approx(by_hand.losses, abs=1e-12)
+    assert losses == pytest.approx(by_hand.losses, abs=tolerance)
     for index, copies in layers_of(run).items():
         newest = by_hand.history[cut.stage_of[index]][-1]
         for copy in copies:
-            assert np.allclose(copy[0].numpy(), newest.weight, rtol=0, atol=1e-12)
-            assert np.allclose(copy[1].numpy(), newest.bias, rtol=0, atol=1e-12)
+            assert np.allclose(copy[0].numpy(), newest.weight, rtol=0, atol=tolerance)
+            assert np.allclose(copy[1].numpy(), newest.bias, rtol=0, atol=tolerance)
     return run, by_hand
 
 

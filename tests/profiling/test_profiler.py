@@ -62,6 +62,23 @@ def test_bytes_are_those_of_the_tensors_that_are_kept() -> None:
     assert first.weight_grad_saved_bytes == 3 * TENSOR_BYTES
 
 
+@pytest.mark.parametrize(
+    ("optimizer", "of_matrix", "of_vector"),
+    [
+        (OptimizerConfig(name="sgd"), 0, 0),
+        (OptimizerConfig(name="torch.optim.Adafactor"), 8 * 2 * WIDTH + 4, 8 * WIDTH + 4),
+        (OptimizerConfig(name="muon"), 8 * WIDTH**2, 2 * 8 * WIDTH + 4),
+        (OptimizerConfig(name="muon", lookahead=1.0), 2 * 8 * WIDTH**2, 3 * 8 * WIDTH + 4),
+    ],
+)
+def test_the_state_of_the_optimizer_is_measured(optimizer: OptimizerConfig, of_matrix: int, of_vector: int) -> None:
+    rows = batch("inputs", "targets")
+    first, *_ = measure_layers(
+        mlp(num_layers=2, width=WIDTH, dtype="float64"), rows, optimizer=partial(build_optimizer, optimizer), seed=0, effort=QUICK
+    )
+    assert first.state_bytes == of_matrix + of_vector
+
+
 def test_frozen_weights_are_told_from_trained_ones() -> None:
     model = one_layer(lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH).double().requires_grad_(False), nn.Linear(WIDTH, 1).double()))
     (found,) = measure(model, batch("inputs"))

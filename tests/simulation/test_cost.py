@@ -11,6 +11,7 @@ from raypipe.artifacts.plan import Plan, Replica, make_plan
 from raypipe.artifacts.profile import LayerProfile, LayerTimes, ModelProfile, NamedEdge
 from raypipe.artifacts.topology import ClusterTopology, Device, Link, Node, NodeLink, Path
 from raypipe.communication.patterns import ring
+from raypipe.planning.problem import Problem
 from raypipe.schedules import catalogue
 from raypipe.schedules.collectives import Collective, CollectiveKind
 from raypipe.schedules.ir import Op, OpKind, Schedule
@@ -414,6 +415,16 @@ def test_frozen_weights_are_held_once_and_nothing_else() -> None:
     two_versions = replace(one_version, schedule=handwritten.pipedream_2bw())
     assert standing_bytes(plan_cost(two_versions), 0) - standing_bytes(plan_cost(one_version), 0) == 10 + 10
     assert plan_cost(one_version).collective_bytes(Collective(CollectiveKind.GRADIENTS, 0, 0, 0, (0, 1))) == 30
+
+
+def test_state_of_the_optimizer_is_as_large_as_measured() -> None:
+    layers = (replace(layer("a"), state_bytes=33), layer("b"), *(replace(layer(name), state_bytes=7) for name in "cd"))
+    profile = ModelProfile(name="m", microbatch_size=1, layers=layers)
+    two = plan_cost(plan(profile, ClusterTopology.uniform(2), ((0, 1), (2, 3)), microbatch_size=1))
+    assert [two.stages[device, device].state_bytes for device in range(2)] == [33 + 200, 7 + 7]
+    problem = Problem(profile=profile, topology=ClusterTopology.uniform(2), num_microbatches=2, microbatch_size=1)
+    assert problem.standing_prefix.tolist() == [0, 233, 233 + 400, 633 + 207, 840 + 207]
+    assert problem.most_state_bytes_per_parameter_byte == 3.0, "a tied weight counts once with as much as it may have"
 
 
 def test_copies_that_divide_the_optimizer_hold_a_part_of_its_state_each() -> None:
