@@ -162,8 +162,9 @@ def check_optimizer(config: OptimizerConfig, *, function: OptimizerFunction | No
     Optimizers of torch are tried on two small weights; of a user's, names and arguments are checked.
 
     Raises:
-        ConfigError: There is no such optimizer or option, a value is out of range, or the optimizer cannot work in a pipeline.
+        ConfigError: There is no such optimizer, option or curve of the rate, a value is out of range, or the optimizer cannot train pipelines.
     """
+    config.rate(0, num_updates=1)
     specs = [optimizer_spec(config.name, function), *(optimizer_spec(group.optimizer) for group in config.groups if group.optimizer)]
     _Treatments(config, function)
     if any(spec.is_own for spec in specs):

@@ -17,7 +17,7 @@ from raypipe.artifacts.plan import Plan
 from raypipe.artifacts.topology import ClusterTopology
 from raypipe.cluster.node_matching import is_gpu
 from raypipe.communication.pattern_choice import joining
-from raypipe.config import ScalingConfig, ScheduleConfig, TrainConfig, Transport
+from raypipe.config import OptimizerConfig, OptimizerName, ScalingConfig, ScheduleConfig, TrainConfig, Transport
 from raypipe.data.fields import FieldDataset, holds_fields
 from raypipe.data.prepare import check_exists
 from raypipe.data.tokens import TokenDataset
@@ -33,6 +33,7 @@ from raypipe.training.run_folder import RunFolder
 
 _NUM_BYTES = 256
 _ROW_TOLERANCE = 1e-6
+_MOST_OF_AN_UPDATE = 0.5
 # Shares are read as fractions with at most this denominator: 0.3333 in a file is not a third, 1 / 3 in a program is.
 _MOST_PARTS = 1000
 
@@ -51,6 +52,16 @@ def check_staleness(config: TrainConfig, schedule: Schedule) -> None:
             f"schedule.{name} is {getattr(limits, name):g}, but {schedule.name!r} with {schedule.num_microbatches} microbatches an update "
             f"has {value:g}; allow {value:g}, choose another schedule, or let schedule.name be auto"
         )
+
+
+def late_remedy(optimizer: OptimizerConfig, mean_delay: float) -> str:
+    """Return the keys of an optimizer that bears gradients so many updates late better; nothing for one that is made for it."""
+    if optimizer.lookahead or optimizer.gradient_correction:
+        return ""
+    if mean_delay >= _MOST_OF_AN_UPDATE:
+        name = "" if optimizer.name == OptimizerName.MUON else "optimizer.name muon, "
+        return f"{name}optimizer.gradient_correction 1"
+    return "optimizer.name nadamw" if optimizer.name == OptimizerName.ADAMW else ""
 
 
 def check_alike(topology: ClusterTopology, devices: Sequence[str]) -> None:

@@ -29,7 +29,7 @@ from raypipe.cluster.row_readers import RowReaders
 from raypipe.cluster.signals import JOB_WAIT, StopRequest
 from raypipe.cluster.state_copies import StateCopies
 from raypipe.cluster.window import WindowResult
-from raypipe.config import AUTO, OptimizerName, TrainConfig
+from raypipe.config import AUTO, TrainConfig
 from raypipe.errors import NonFiniteError, RaypipeError, RunError, RunTakenOverError
 from raypipe.model import Model
 from raypipe.schedules.families import branch_aware
@@ -37,7 +37,7 @@ from raypipe.schedules.metrics import metrics
 from raypipe.training.adaptive import Adaptation, AdaptiveStrategy
 from raypipe.training.check_rows import check_rows
 from raypipe.training.checkpoints import Checkpoints
-from raypipe.training.checks import check_data, check_staleness, checkpoint_to_resume, rows_per_update
+from raypipe.training.checks import check_data, check_staleness, checkpoint_to_resume, late_remedy, rows_per_update
 from raypipe.training.ending import finished_result, leave
 from raypipe.training.measuring import given_profile, measured_profile
 from raypipe.training.nonfinite import NonFiniteUpdates
@@ -353,10 +353,10 @@ class Fit:
         if self.config.scaling.shard_optimizer and not is_sharded(schedule):
             notice(f"scaling.shard_optimizer changes nothing: {schedule.name} has each stage on one device only")
         mean_delay = metrics(schedule).mean_delay
-        if mean_delay and self.config.optimizer.name == OptimizerName.ADAMW:
+        if mean_delay and (remedy := late_remedy(self.config.optimizer, mean_delay)):
             notice(
-                f"gradients are {mean_delay:.2g} updates late on average: with optimizer.name nadamw and a long optimizer.warmup_updates "
-                "training loses less by that"
+                f"gradients are {mean_delay:.2g} updates late on average: with {remedy} and a long optimizer.warmup_updates training loses "
+                "less by that (docs/optimizers.md)"
             )
 
     def _build_order(self) -> BuildOrder:

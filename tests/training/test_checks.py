@@ -12,13 +12,13 @@ from hypothesis import strategies as st
 from raypipe.artifacts.plan import Plan
 from raypipe.artifacts.profile import ModelProfile
 from raypipe.artifacts.topology import ClusterTopology, Device, Link, Node, NodeLink
-from raypipe.config import Transport
+from raypipe.config import OptimizerConfig, Transport
 from raypipe.errors import NoLinkError, PlanError
 from raypipe.planning.evaluator import LayoutEvaluator
 from raypipe.planning.layout import Layout
 from raypipe.planning.problem import Problem
 from raypipe.schedules.lower import Placement
-from raypipe.training.checks import check_links, check_rows, least_rows
+from raypipe.training.checks import check_links, check_rows, late_remedy, least_rows
 
 
 def shared(*shares: float) -> Placement:
@@ -113,3 +113,17 @@ def test_sums_over_a_missing_pair_go_along_the_links_by_tcp_alone() -> None:
 def test_sums_of_devices_that_no_links_join_are_refused() -> None:
     with pytest.raises(NoLinkError, match="do not join"):
         check_links(planned(Layout((0, 4), ((0, 1, 2),)), [("a", "b"), ("c", "d")]), Transport.TCP)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "mean_delay", "remedy"),
+    [
+        (OptimizerConfig(), 0.2, "optimizer.name nadamw"),
+        (OptimizerConfig(name="nadamw"), 0.2, ""),
+        (OptimizerConfig(), 1.0, "optimizer.name muon, optimizer.gradient_correction 1"),
+        (OptimizerConfig(name="muon"), 1.0, "optimizer.gradient_correction 1"),
+        (OptimizerConfig(lookahead=1.0), 1.0, ""),
+    ],
+)
+def test_late_gradients_have_a_remedy(optimizer: OptimizerConfig, mean_delay: float, remedy: str) -> None:
+    assert late_remedy(optimizer, mean_delay) == remedy

@@ -120,6 +120,7 @@ def options(**values: Any) -> OptimizerConfig:
             options(groups=(WeightGroup(weights=("a",), optimizer="sgd", options={"x": 1}),)),
             r"optimizer.groups\[0\].options: sgd takes no 'x'",
         ),
+        (options(learning_rate_schedule=f"{OWN}:forgotten"), "optimizer.learning_rate_schedule .* no function 'forgotten'"),
         (options(name=f"{OWN}:Forgotten"), "no function 'Forgotten'"),
         (options(name=f"{OWN}:halved", options={"momentums": 1}), r"takes no 'momentums'; did you mean 'momentum'\?"),
     ],
