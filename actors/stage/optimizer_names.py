@@ -82,8 +82,10 @@ class OptimizerSpec:
             and self._parameters[name].kind not in {inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL}
         ]
 
-    def arguments(self, options: Mapping[str, Any], config: OptimizerConfig, *, where: str) -> dict[str, Any]:
+    def arguments(self, options: Mapping[str, Any], config: OptimizerConfig, *, where: str, is_of_group: bool = False) -> dict[str, Any]:
         """Return the arguments, but for weights, learning rate and weight decay; `where` names the key that holds the options.
+
+        The optimizer of a group takes the betas and the epsilon of the configuration where it has such options and its own do not say else.
 
         Raises:
             ConfigError: It takes no such option, or a key of the configuration that it does not take is set.
@@ -98,19 +100,24 @@ class OptimizerSpec:
         arguments = {name: value for name, value in self.defaults.items() if name != "weight_decay"}
         arguments |= {name: tuple(value) if isinstance(value, list) else value for name, value in options.items()}
         if not self.is_for_matrices_only:  # otherwise these keys are AdamW's
-            arguments |= self._of_keys(options, config)
+            values = self._of_keys(config)
+            if is_of_group:
+                values = {option: value for option, value in values.items() if self._takes(option) and option not in options}
+            elif config.beta1 is not None or config.beta2 is not None:
+                self._check_key("beta1" if config.beta1 is not None else "beta2", "betas", options)
+            if not is_of_group and config.epsilon is not None:
+                self._check_key("epsilon", "eps", options)
+            arguments |= values
         return arguments
 
-    def _of_keys(self, options: Mapping[str, Any], config: OptimizerConfig) -> dict[str, Any]:
-        given: dict[str, Any] = {}
+    def _of_keys(self, config: OptimizerConfig) -> dict[str, Any]:
+        values: dict[str, Any] = {}
         if config.beta1 is not None or config.beta2 is not None:
-            self._check_key("beta1" if config.beta1 is not None else "beta2", "betas", options)
             first, second = self._default("betas") or (0.9, 0.999)
-            given["betas"] = (first if config.beta1 is None else config.beta1, second if config.beta2 is None else config.beta2)
+            values["betas"] = (first if config.beta1 is None else config.beta1, second if config.beta2 is None else config.beta2)
         if config.epsilon is not None:
-            self._check_key("epsilon", "eps", options)
-            given["eps"] = config.epsilon
-        return given
+            values["eps"] = config.epsilon
+        return values
 
     def _check_key(self, key: str, option: str, options: Mapping[str, Any]) -> None:
         if option in options:
@@ -119,14 +126,14 @@ class OptimizerSpec:
             names = ", ".join(self.options) or "none"
             raise ConfigError(f"optimizer.{key}: {self.name} has nothing like that; leave it out. Its options are {names}")
 
-    def weight_decay(self, configured: float | None, *, where: str) -> float | None:
+    def weight_decay(self, configured: float | None, *, where: str, is_needed: bool = True) -> float | None:
         """Return the configured weight decay, or else its own; `None` for an optimizer without one.
 
         Raises:
-            ConfigError: A weight decay is configured, and the optimizer has none.
+            ConfigError: A weight decay is configured and needed, and the optimizer has none.
         """
         if not self._takes("weight_decay"):
-            if configured:
+            if configured and is_needed:
                 raise ConfigError(f"{where}: {self.name} has no weight decay; leave it out")
             return None
         own = self._default("weight_decay") if configured is None else configured

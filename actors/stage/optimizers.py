@@ -53,6 +53,8 @@ class _Treatment:
     options: Mapping[str, Any]
     factor: float
     decay: float | None
+    is_of_group: bool
+    """Whether a group names the optimizer."""
 
 
 class _Treatments:
@@ -82,7 +84,9 @@ class _Treatments:
             spec = optimizer_spec(group.optimizer) if group.optimizer else spec
         factor = 1.0 if group is None else group.learning_rate_factor
         decay = None if group is None else group.weight_decay
-        treatment = _Treatment(spec, spec.arguments(options, config, where=where), factor, decay)
+        is_of_group = group is not None and group.optimizer is not None
+        arguments = spec.arguments(options, config, where=where, is_of_group=is_of_group)
+        treatment = _Treatment(spec, arguments, factor, decay, is_of_group)
         if not spec.is_for_matrices_only:
             return treatment, None
         # AdamW steps what Muon does not; the configuration's betas are its own.
@@ -126,20 +130,20 @@ def build_optimizer(
 def _decay(treatment: _Treatment, weight: nn.Parameter, config: OptimizerConfig) -> float | None:
     if treatment.decay is not None:
         return treatment.spec.weight_decay(treatment.decay, where="optimizer.groups")
-    own = treatment.spec.weight_decay(config.weight_decay, where="optimizer.weight_decay")
+    own = treatment.spec.weight_decay(config.weight_decay, where="optimizer.weight_decay", is_needed=not treatment.is_of_group)
     return own if own is None or weight.dim() >= _NUM_MATRIX_DIMENSIONS else 0.0
 
 
 def _made(
     treatment: _Treatment, groups: Mapping[tuple[float, float | None], list[tuple[str, nn.Parameter]]], config: OptimizerConfig
 ) -> torch.optim.Optimizer:
-    described: list[dict[str, Any]] = []
+    param_groups: list[dict[str, Any]] = []
     for (factor, decay), members in groups.items():
-        described.append({"params": members} | ({} if decay is None else {"weight_decay": decay}))
+        param_groups.append({"params": members} | ({} if decay is None else {"weight_decay": decay}))
         if factor != 1.0:
-            described[-1][RATE_FACTOR] = factor
+            param_groups[-1][RATE_FACTOR] = factor
     weights = [weight for members in groups.values() for _, weight in members]
-    return treatment.spec.make(described, weights, treatment.options, learning_rate=config.learning_rate)
+    return treatment.spec.make(param_groups, weights, treatment.options, learning_rate=config.learning_rate)
 
 
 def described(optimizer: torch.optim.Optimizer) -> str:
@@ -162,7 +166,7 @@ def check_optimizer(config: OptimizerConfig, *, function: OptimizerFunction | No
     Optimizers of torch are tried on two small weights; of a user's, names and arguments are checked.
 
     Raises:
-        ConfigError: There is no such optimizer, option or curve of the rate, a value is out of range, or the optimizer cannot train pipelines.
+        ConfigError: There is no such optimizer, option or curve of the rate, a value is out of range, or it cannot train a pipeline.
     """
     config.rate(0, num_updates=1)
     specs = [optimizer_spec(config.name, function), *(optimizer_spec(group.optimizer) for group in config.groups if group.optimizer)]

@@ -179,6 +179,27 @@ def test_a_weight_belongs_to_the_first_group_that_matches_and_vectors_do_not_dec
     assert described(build_optimizer(OptimizerConfig(), some_weights()))["block.norm"] == (0.0, 1.0)
 
 
+def test_an_optimizer_of_a_group_takes_the_keys_of_the_section_that_it_has() -> None:
+    config = OptimizerConfig(
+        beta1=0.7,
+        epsilon=1e-3,
+        weight_decay=0.2,
+        groups=(
+            WeightGroup(weights=("embedding.*",), optimizer="rprop"),
+            WeightGroup(weights=("block.*",), optimizer="torch.optim.Adam", options={"eps": 1e-5}),
+        ),
+    )
+    check_optimizer(config)
+    groups = {name: group for group in build_optimizer(config, some_weights()).param_groups for name in group["param_names"]}
+    assert "weight_decay" not in groups["embedding.weight"]
+    assert "betas" not in groups["embedding.weight"]
+    assert [(groups[name]["betas"], groups[name]["eps"]) for name in ("block.weight", "head.weight")] == [
+        ((0.7, 0.999), 1e-5),
+        ((0.7, 0.95), 1e-3),
+    ]
+    assert groups["block.weight"]["weight_decay"] == 0.2
+
+
 def muon_weights(*groups: WeightGroup) -> set[str]:
     made = build_optimizer(OptimizerConfig(name="muon", groups=groups), some_weights())
     parts = made.parts if isinstance(made, JoinedOptimizer) else [made]
