@@ -63,9 +63,11 @@ def structure(model: Model, module: StageModule, inputs: StageOutputs, batch: Ba
     layer = model.layers[index]
     if layer.looked_up:  # rows depend on the values of the batch
         return None
-    walk = _Walk()
+    walk, built = _Walk(), module.layers[str(index)]
+    # A module that holds more than it computes with says what its cost depends on. Compiled, it shows no operators that would confirm it.
+    says = None if _is_compiled(built) else getattr(built, "cost_structure", None)
     try:
-        walk.add(module.layers[str(index)])
+        walk.add(says() if says is not None else built)
         walk.add([[(output.spec.shape, output.spec.dtype, output.takes_gradient) for output in inputs[at]] for at in module.inputs[index]])
         walk.add([(name, tuple(batch[name].shape), batch[name].dtype) for name in layer.batch])
         walk.add((layer.gradients_vary, [name for tie in model.ties for member, name in tie if member == layer.name]))
@@ -156,7 +158,7 @@ class _Walk:
         for name in _STATE:
             self._write(name)
             self.add(dict(getattr(module, name)))
-        is_compiled = vars(module).get("_compiled_call_impl") is not None
+        is_compiled = _is_compiled(module)
         self._write("compiled", is_compiled)
         for name, value in vars(module).items():
             if name in _STATE or name == "_compiled_call_impl" or (name in POSITIONS and not is_compiled):
@@ -209,6 +211,10 @@ class _Walk:
                 self._write(repr(constant))
 
 
+def _is_compiled(module: nn.Module) -> bool:
+    return vars(module).get("_compiled_call_impl") is not None
+
+
 def _is_plain(value: object) -> bool:
     # All that it is made of are its attributes.
     keeps_default = getattr(type(value), "__reduce_ex__", None) is object.__reduce_ex__
@@ -232,7 +238,7 @@ class OperatorTrace:
     @contextmanager
     def recorded(self, module: StageModule) -> Iterator[None]:
         """Record what runs inside the block; nothing of a compiled layer, which runs operators of its own."""
-        if any(vars(part).get("_compiled_call_impl") is not None for part in module.modules()):
+        if any(map(_is_compiled, module.modules())):
             yield
             return
         # Only selective checkpointing reports operators together with their arguments.

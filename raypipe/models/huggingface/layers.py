@@ -84,6 +84,7 @@ class HuggingFaceLayer(nn.Module):
         self.__dict__["whole"] = model
         self.base = parts.base
         self.layer = layer
+        self.own = tuple(name for name, owner in parts.modules() if owner == layer)
         for name, child in model.named_children():
             self.add_module(name, child)
         self._entry: list[Tensor] = []
@@ -91,6 +92,12 @@ class HuggingFaceLayer(nn.Module):
             first = model.get_submodule(f"{parts.blocks}.0")
             first.register_forward_pre_hook(partial(_enter, self._entry), with_kwargs=True)
         self._constants = _Constants(model)
+
+    def cost_structure(self) -> object:
+        """Return what blocks of one cost have in common: their own modules, and not where in the model these stand."""
+        model = self.__dict__["whole"]
+        is_end = self.layer in {EMBEDDING, HEAD}
+        return self if is_end else (self.base, model.config, [model.get_submodule(name) for name in self.own])
 
     def train(self, mode: bool = True) -> HuggingFaceLayer:
         """Set the mode of the model, too."""
