@@ -7,6 +7,7 @@ python examples/bert.py
 from __future__ import annotations
 
 import argparse
+import os
 
 from raypipe import DataConfig, OptimizerConfig, RunConfig, ScalingConfig, ScheduleConfig, Trainer
 from raypipe.actors.execution.batches import MaskedTokenSource
@@ -27,7 +28,9 @@ def main() -> None:
     result = Trainer(
         "raypipe.models.bert:bert",
         model_options={"num_layers": arguments.num_layers, "d_model": arguments.d_model, "sequence_length": SEQUENCE_LENGTH},
-        batches=MaskedTokenSource(path=arguments.data, sequence_length=SEQUENCE_LENGTH, seed=0, microbatch_size=MICROBATCH_SIZE),
+        batches=MaskedTokenSource(
+            path=os.path.abspath(arguments.data), sequence_length=SEQUENCE_LENGTH, seed=0, microbatch_size=MICROBATCH_SIZE
+        ),
         data_config=DataConfig(path="", num_validation_microbatches=8),
         schedule_config=ScheduleConfig(num_microbatches=4, microbatch_size=MICROBATCH_SIZE),
         optimizer_config=OptimizerConfig(learning_rate=1e-3),

@@ -240,6 +240,8 @@ class RunRecord:
         """Forget the losses after an update, from which the run goes on once more; it also evaluates once more."""
         self._write(partial(self.folder.rewind_metrics, update))
         del self.losses[update - self._first_update :]
+        if self._window is not None and self._window.update > update:
+            self._window = None  # it comes again
         self.validation_losses = [(at, loss) for at, loss in self.validation_losses if at < update]
 
     def add_recovery(self, recovery: events.RecoveredFailure) -> None:
