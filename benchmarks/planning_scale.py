@@ -178,9 +178,9 @@ def main() -> None:
         for per_node in options.per_node:
             results.append(compared(num_devices, per_node, options.layers, options.microbatches, options.seed))
             print(", ".join(f"{key} {value}" for key, value in shown(results[-1]).items()), flush=True)
+            if options.json:  # After each row, since the next may take minutes.
+                Path(options.json).write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
     print_table(f"{options.layers} unequal layers, {options.microbatches} microbatches, unlike links", list(map(shown, results)))
-    if options.json:
-        Path(options.json).write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

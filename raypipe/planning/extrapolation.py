@@ -16,6 +16,7 @@ from raypipe.planning.problem import Problem
 
 _MOST_WHOLE = 1_024  # Microbatches x devices up to which the devices of a worker are simulated one by one.
 _GAIN = 2  # Least factor by which two short updates must be shorter than the long one.
+_GAIN_OF_MERGED = 1.5  # The same on many devices, where each simulation takes long.
 # Least microbatches per device by which the two short updates differ; the shorter one has twice as many, enough to fill any schedule.
 _FULL = 2
 _MOST_KEPT = 4
@@ -23,7 +24,7 @@ MOST_EXACT = 32_768  # Microbatches x devices up to which the last layouts are s
 MOST_SIMULATED = 4_096  # Microbatches x devices up to which many layouts are simulated as whole updates in the end.
 
 
-def short_lengths(num_microbatches: int, num_devices: int) -> tuple[int, int] | None:
+def short_lengths(num_microbatches: int, num_devices: int, *, gain: float = _GAIN) -> tuple[int, int] | None:
     """Return the microbatches of two short updates that stand for a long one; `None` where that saves little.
 
     Schedules need multiples of their stages, so divisors of the long update up to twice the devices divide the short ones.
@@ -33,7 +34,7 @@ def short_lengths(num_microbatches: int, num_devices: int) -> tuple[int, int] | 
     unit = period * math.ceil(_FULL * num_devices / period)
     fewer = num_microbatches % unit + 2 * unit
     more = fewer + unit
-    return (fewer, more) if _GAIN * (fewer + more) <= num_microbatches else None
+    return (fewer, more) if gain * (fewer + more) <= num_microbatches else None
 
 
 def evaluator_of(problem: Problem, schedules: ScheduleCache | None = None, *, on_evaluated: OnEvaluated = ignore) -> LayoutEvaluator:
@@ -67,7 +68,8 @@ class ShortEvaluator(LayoutEvaluator):
 
     def lengths(self, layout: Layout) -> tuple[int, int] | None:
         """Return the microbatches of the two updates that stand for the whole one; `None` where it is simulated."""
-        return short_lengths(self.problem.num_microbatches, len(layout.workers))
+        gain = _GAIN_OF_MERGED if self.merges else _GAIN
+        return short_lengths(self.problem.num_microbatches, len(layout.workers), gain=gain)
 
     def simulate_exactly(self, layout: Layout) -> Evaluation | None:
         """Extrapolate a layout from two short updates; see `LayoutEvaluator`."""

@@ -19,6 +19,7 @@ from raypipe.stopping import SearchStopped
 AUTO = "auto"  # Instead of a schedule's name: the planner chooses.
 _FEW_PROPOSALS = 4  # Proposals of each baseline with which a search begins.
 _NUM_DECIDED = 2
+_LEAST_OF_ESTIMATE = 0.85  # Part of its estimate that an order with whole backwards takes at least.
 _NEAR = 1.05  # Times the best layout up to which short simulations leave open which one is faster.
 
 
@@ -105,10 +106,19 @@ def _best(planner: Planner, evaluator: LayoutEvaluator, schedule: str, *, ahead_
     if ahead_of is not None and not ahead_of.missing_bytes:
         layouts = [layout for layout in layouts if problem.num_microbatches * max(estimator.busy_s(layout)) < ahead_of.update_s]
     large = problem.num_microbatches * problem.num_devices > MOST_SIMULATED
-    quick = quick_evaluator(replace(evaluator, on_evaluated=ignore), schedule) if large else None
+    if large and ahead_of is not None and not ahead_of.missing_bytes:
+        layouts = [layout for layout in layouts if not _is_surely_behind(estimator, layout, ahead_of.update_s)]
+    extrapolates = isinstance(evaluator, ShortEvaluator)  # What it simulates is short already.
+    quick = quick_evaluator(replace(evaluator, on_evaluated=ignore), schedule) if large and not extrapolates else None
     if quick is not None:
         judged = [(quick.simulate(layout), layout) for layout in layouts]
         ranked = sorted((evaluation.rank, at) for at, (evaluation, _) in enumerate(judged) if evaluation is not None)
         most_s = math.inf if ahead_of is None or ahead_of.missing_bytes else _NEAR * ahead_of.update_s
         layouts = [layouts[at] for (_, update_s), at in ranked[:_NUM_DECIDED] if update_s < most_s]
     return reduce(better, map(evaluator.simulate, layouts), None)
+
+
+def _is_surely_behind(estimator: Estimator, layout: Layout, update_s: float) -> bool:
+    """Return whether estimates leave no doubt that an order with whole backwards takes longer."""
+    whole = layout.order in {"1f1b", "gpipe"} and layout.has_estimate
+    return whole and _LEAST_OF_ESTIMATE * estimator.estimate_s(layout) > update_s
