@@ -73,7 +73,7 @@ class PlainLoop:
         self.precision = precision
         self.loss = model.loss
         self.layers = by_hand(model, seed=work.seed).to(device)
-        self.optimizer = build_optimizer(work.optimizer, list(self.layers.parameters()))
+        self.optimizer = build_optimizer(work.optimizer, self.layers.named_parameters())
         self.batches = work.batches("train")
         self.done = 0
 

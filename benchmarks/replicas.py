@@ -182,7 +182,7 @@ def serve_torch(options: argparse.Namespace) -> None:
     parallel = DistributedDataParallel(
         module, process_group=copies[stage], bucket_cap_mb=options.bucket_mb[0], gradient_as_bucket_view=True, broadcast_buffers=False
     )
-    optimizer = build_optimizer(OPTIMIZER, list(module.parameters()))
+    optimizer = build_optimizer(OPTIMIZER, module.named_parameters())
 
     def loss(output: Tensor, targets: Tensor) -> Tensor:
         return model.loss(output, {"targets": targets})

@@ -327,7 +327,7 @@ class _Rank:
         cut = work.cut
         modules = {stage: self._module(cut.stages[stage]) for stage in work.stages[rank]}
         self.weights = [weight for module in modules.values() for weight in module.parameters()]
-        self.optimizers = [build_optimizer(work.optimizer, list(module.parameters())) for module in modules.values()]
+        self.optimizers = [build_optimizer(work.optimizer, module.named_parameters()) for module in modules.values()]
         num_stages = len(cut.stages)
         self.first, self.last = 0 in modules, num_stages - 1 in modules
         self.source = work.batches("train")

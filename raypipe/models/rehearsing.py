@@ -7,7 +7,7 @@ A stage returns one number per row; a port turns these into [rows, width] of flo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
@@ -176,7 +176,7 @@ class WaitingLayer(nn.Module):
 class WaitingOptimizer(torch.optim.Optimizer):
     """Waits instead of stepping, by the seconds of its stage."""
 
-    def __init__(self, wait_s: Mapping[int, float], stage: int, weights: list[nn.Parameter]) -> None:
+    def __init__(self, wait_s: Mapping[int, float], stage: int, weights: Iterable[Any]) -> None:
         super().__init__(weights, {"lr": 0.0})
         self.wait_s = wait_s[stage]
 

@@ -350,7 +350,8 @@ class HandPipeline:
         bias = self.gradients[op.stage, op.index][1]
         step = self.learning_rate
         if self.steppers is not None:
-            versions.append(_Dense(*self._stepped(*self.steppers[op.stage], [weight, bias]), versions[-1].tanh))
+            new_weight, new_bias = self._stepped(*self.steppers[op.stage], [weight, bias])
+            versions.append(_Dense(new_weight, new_bias, versions[-1].tanh))
             return
         versions.append(_Dense(versions[-1].weight - step * weight, versions[-1].bias - step * bias, versions[-1].tanh))
 

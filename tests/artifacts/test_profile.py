@@ -41,7 +41,7 @@ amounts = st.integers(0, 2**63 - 1)
 
 
 @st.composite
-def times(draw: st.DrawFn) -> dict[str, float]:
+def times(draw: st.DrawFn) -> dict[str, Any]:
     backward_s = draw(st.floats(0, 1e6))
     return {"forward_s": draw(st.floats(0, 1e6)), "backward_s": backward_s, "weight_grad_s": draw(st.floats(0, backward_s))}
 

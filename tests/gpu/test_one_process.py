@@ -16,6 +16,7 @@ from raypipe.actors.execution import executor as of_programs
 from raypipe.actors.execution.report import mean_losses
 from raypipe.actors.execution.updates import Updates
 from raypipe.actors.local import LocalPipeline
+from raypipe.actors.stage.named_weights import NamedWeights
 from raypipe.actors.stage.optimizers import build_optimizer
 from raypipe.actors.stage.state import export_layers, import_layers
 from raypipe.actors.stage.weights import Optimizer
@@ -54,7 +55,7 @@ def model(**options: object) -> Model:
     return gpt(**(sizes | options))  # type: ignore[arg-type]
 
 
-def adamw(weights: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
+def adamw(weights: list[torch.nn.Parameter] | NamedWeights) -> torch.optim.Optimizer:
     return torch.optim.AdamW(weights, lr=LEARNING_RATE, fused=HAS_CUDA)
 
 

@@ -11,6 +11,7 @@ from torch import nn
 
 from raypipe.actors.execution.report import mean_losses
 from raypipe.actors.local import LocalPipeline
+from raypipe.actors.stage.named_weights import NamedWeights
 from raypipe.artifacts.cut import Cut
 from raypipe.config import Precision
 from raypipe.model import Model
@@ -83,7 +84,7 @@ def float64(monkeypatch: pytest.MonkeyPatch) -> None:
     keep_float64(monkeypatch)
 
 
-def adamw(weights: list[nn.Parameter]) -> torch.optim.Optimizer:
+def adamw(weights: list[nn.Parameter] | NamedWeights) -> torch.optim.Optimizer:
     return torch.optim.AdamW(weights, lr=LEARNING_RATE)
 
 

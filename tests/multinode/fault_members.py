@@ -300,7 +300,7 @@ class Child:
 def main() -> None:
     """Fork a child for each attempt that stdin names; the parent computes nothing, and so has no threads when it forks."""
     device, folder = int(sys.argv[1]), Path(sys.argv[2])
-    build_optimizer(OptimizerConfig(), [torch.nn.Parameter(torch.zeros(1))])  # loads hundreds of modules, once for all children
+    build_optimizer(OptimizerConfig(), [("weight", torch.nn.Parameter(torch.zeros(1)))])  # loads hundreds of modules, once for all children
     tell(ready=device)
     while True:
         line = read_line()

@@ -54,7 +54,8 @@ class Counting(torch.optim.SGD):
         """Step and count."""
         for group in self.param_groups:
             group["num_steps"] = group.get("num_steps", 0) + 1
-        return super().step()
+        super().step()
+        return None
 
 
 def no_optimizer(params: Iterable[Any], lr: float) -> list[Any]:

@@ -33,7 +33,7 @@ def same(one: object, other: object) -> bool:
     if isinstance(one, dict):
         return isinstance(other, dict) and one.keys() == other.keys() and all(same(value, other[key]) for key, value in one.items())
     if isinstance(one, list | tuple):
-        return type(one) is type(other) and len(one) == len(other) and all(map(same, one, other))  # type: ignore[arg-type]
+        return type(one) is type(other) and len(one) == len(other) and all(map(same, one, other))
     return type(one) is type(other) and one == other
 
 

@@ -16,6 +16,7 @@ from raypipe.actors.local import LocalPipeline
 from raypipe.actors.stage.checkpoint import Checkpoint, load_modules, load_stages
 from raypipe.actors.stage.layers import build_layer
 from raypipe.actors.stage.module import StageModule
+from raypipe.actors.stage.named_weights import NamedWeights
 from raypipe.actors.stage.snapshot import save_stages
 from raypipe.actors.stage.weights import Weights
 from raypipe.artifacts.checkpoint_files import CheckpointIndex
@@ -48,7 +49,7 @@ def cut_of(model: Model, num_stages: int) -> Cut:
     return Cut.equal(len(model.layers), num_stages, model.edges(), model.tied_layers())
 
 
-def adamw(weights: list[nn.Parameter]) -> torch.optim.Optimizer:
+def adamw(weights: list[nn.Parameter] | NamedWeights) -> torch.optim.Optimizer:
     return torch.optim.AdamW(weights, lr=LEARNING_RATE)
 
 

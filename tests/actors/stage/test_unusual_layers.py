@@ -18,10 +18,11 @@ from raypipe.actors.local import LocalPipeline
 from raypipe.actors.stage.checkpoint import Checkpoint, load_modules, load_stages
 from raypipe.actors.stage.layers import build_layer
 from raypipe.actors.stage.module import StageModule
+from raypipe.actors.stage.named_weights import NamedWeights
 from raypipe.actors.stage.optimizers import build_optimizer
 from raypipe.actors.stage.snapshot import save_stages
 from raypipe.actors.stage.state import export_layers, import_layers
-from raypipe.actors.stage.weights import Weights
+from raypipe.actors.stage.weights import Optimizer, Weights
 from raypipe.artifacts.checkpoint_files import CheckpointIndex
 from raypipe.artifacts.cut import Cut
 from raypipe.config import OptimizerConfig, OptimizerName, Precision
@@ -69,7 +70,7 @@ def dense() -> nn.Module:
     return nn.Linear(WIDTH, WIDTH)
 
 
-def sgd(weights: list[nn.Parameter]) -> torch.optim.Optimizer:
+def sgd(weights: list[nn.Parameter] | NamedWeights) -> torch.optim.Optimizer:
     return torch.optim.SGD(weights, lr=RATE)
 
 
@@ -85,7 +86,7 @@ def pipeline(
     num_updates: int = 1,
     rows: Rows | None = None,
     again: Sequence[int] = (),
-    optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer] = adamw,
+    optimizer: Optimizer = adamw,
     precision: Precision = Precision.FLOAT32,
 ) -> LocalPipeline:
     schedule = build(name, ScheduleRequest(num_devices, NUM_MICROBATCHES, num_updates))
