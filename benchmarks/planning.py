@@ -1,6 +1,7 @@
 """What planners make of models and networks: seconds of an update of each plan, simulated, over that of raypipe's.
 
     python benchmarks/planning.py [--models NAME ...] [--topologies NAME ...] [--microbatches 16] [--json FILE]
+    python benchmarks/planning.py --bounds-of FILE      # the same plans against the present bounds, in seconds
 
 Every plan is simulated on the true topology by the same simulator, with the model's own order where a planner brings one. *best* is
 the fastest of the other planners' plans, *best / raypipe* above 1 says that raypipe's is faster; *raypipe / bound* is how far it may be
@@ -12,19 +13,23 @@ than there are devices, data parallelism gets the same rows in fewer, larger mic
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import random
 import statistics
 import time
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from itertools import combinations
+from pathlib import Path
 from typing import Any
 
 from models import models
 from rounds import print_table, write_json
 
+from raypipe.artifacts.profile import ModelProfile
 from raypipe.artifacts.topology import ClusterTopology, Device, Link, Node, NodeLink, SharedLink
 from raypipe.errors import PlanError
 from raypipe.planning.evaluator import LayoutEvaluator
@@ -134,6 +139,26 @@ def compare(problem: Problem) -> dict[str, Any]:
     return {"times": times, "plan": schedule, "planning_s": took_s, "bound_s": bound.update_s, "binding": bound.binding, "best": best}
 
 
+def problem_of(model: ModelProfile, name: str, place: str, num_microbatches: int) -> Problem:
+    """A model on a topology."""
+    topology = TOPOLOGIES[place](16_000_000_000 if name in _MEASURED else 80_000_000_000)
+    return Problem(model, topology, num_microbatches, model.microbatch_size)
+
+
+def rebound(path: str, num_microbatches: int) -> None:
+    """Prints how far plans of earlier results are above the bounds of today, and what binds."""
+    rows, ratios, known = [], defaultdict(list), models()
+    for found in json.loads(Path(path).read_text(encoding="utf-8"))["results"]:
+        bound = plan_bound(problem_of(known[found["model"]], found["model"], found["topology"], num_microbatches))
+        own_s = found["times"][OWN]
+        ratios[found["topology"]].append(own_s / bound.update_s)
+        rows.append({"model": found["model"], "topology": found["topology"], "raypipe / bound": f"{own_s / bound.update_s:.3f}"})
+        rows[-1] |= {"then": f"{own_s / found['bound_s']:.3f}", "binds": bound.binding}
+    print_table("Plans over their bounds", rows)
+    for place, values in ratios.items():
+        print(f"{place}: raypipe / bound: geometric mean {statistics.geometric_mean(values):.3f}, most {max(values):.3f}")
+
+
 def summarise(results: list[dict[str, Any]], topologies: list[str]) -> None:
     """Prints by topology how far ahead of the best other planner raypipe's is, and where it gains most over any."""
     for place in [*topologies, "all of " + ", ".join(HARD)]:
@@ -163,13 +188,15 @@ def main() -> None:
     parser.add_argument("--topologies", nargs="+", choices=list(TOPOLOGIES), default=list(TOPOLOGIES))
     parser.add_argument("--microbatches", type=int, default=16)
     parser.add_argument("--json", help="file for all values")
+    parser.add_argument("--bounds-of", metavar="FILE", help="values of an earlier run, of which only the bounds are computed anew")
     options = parser.parse_args()
+    if options.bounds_of:
+        rebound(options.bounds_of, options.microbatches)
+        return
     rows, results = [], []
     for name in options.models:
         for place in options.topologies:
-            profile = known[name]
-            topology = TOPOLOGIES[place](16_000_000_000 if name in _MEASURED else 80_000_000_000)
-            found = compare(Problem(profile, topology, options.microbatches, profile.microbatch_size))
+            found = compare(problem_of(known[name], name, place, options.microbatches))
             results.append({"model": name, "topology": place, **found})
             times = found["times"]
             own_s = times[OWN]
