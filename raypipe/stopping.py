@@ -11,7 +11,7 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from contextvars import ContextVar
+from contextvars import ContextVar, Token
 from dataclasses import dataclass
 
 _MOST_WITHOUT_PLAN = 4.0
@@ -59,7 +59,7 @@ class _PartDone(Exception):  # noqa: N818  # It is no error: the next part begin
 
 @dataclass(eq=False)
 class Part:
-    """Part of a search.
+    """Part of a search: that of a `with` block, which it ends where it is due.
 
     Attributes:
         stop: Conditions of the whole search.
@@ -72,6 +72,16 @@ class Part:
     whole_s: float
     outer: Part | None = None
     done_s: float = 0.0
+    _token: Token[Part | None] | None = None
+
+    def __enter__(self) -> Part:
+        self._token = _current.set(self)
+        return self
+
+    def __exit__(self, _: object, error: BaseException | None, traceback: object) -> bool:
+        assert self._token is not None, "a part ends that has begun"
+        _current.reset(self._token)
+        return isinstance(error, _PartDone) and error.part is self
 
     def spend(self, work_s: float) -> None:
         """Count work; raises what ends the search, or the innermost part that has done all its work."""
@@ -107,11 +117,8 @@ def note_plan() -> None:
 @contextmanager
 def searching(stop: Stop) -> Iterator[None]:
     """End the computations of a block under these conditions, by `SearchStopped`."""
-    token = _current.set(Part(stop, math.inf))
-    try:
+    with Part(stop, math.inf):
         yield
-    finally:
-        _current.reset(token)
 
 
 @contextmanager
@@ -124,19 +131,7 @@ def to_the_end() -> Iterator[None]:
         _current.reset(token)
 
 
-@contextmanager
-def part(*, work_s: float = math.inf, share: float = 1.0) -> Iterator[Part]:
-    """End the computations of a block after so much work, or after a share of what is left to the enclosing part; then go on behind it.
-
-    Yields the part, which knows how much work was done in it.
-    """
+def part(*, work_s: float = math.inf, share: float = 1.0) -> Part:
+    """End the computations of a block after so much work, or after a share of what is left to the enclosing part; then go on behind it."""
     outer = _current.get() or Part(Stop(), math.inf)
-    inner = Part(outer.stop, min(work_s, share * max(outer.whole_s - outer.done_s, 0.0)), outer)
-    token = _current.set(inner)
-    try:
-        yield inner
-    except _PartDone as done:
-        if done.part is not inner:
-            raise
-    finally:
-        _current.reset(token)
+    return Part(outer.stop, min(work_s, share * max(outer.whole_s - outer.done_s, 0.0)), outer)

@@ -258,7 +258,8 @@ class _Search:
         problem = self.exact.problem
         if problem.num_microbatches * problem.num_devices > MOST_SIMULATED:
             return self.evaluator.decided(found.best, self.exact)
-        return _Found(*(self.evaluator.decided(each, self.exact) for each in (found.certain, found.others))).best
+        certain, others = (self.evaluator.decided(each, self.exact) for each in (found.certain, found.others))
+        return _Found(certain, others).best
 
     def _climbed(self, layout: Layout) -> Evaluation | None:
         # Each step simulates two layouts for each cut.
