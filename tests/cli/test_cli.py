@@ -669,7 +669,7 @@ def test_show_refuses_what_it_cannot_draw(run: Run, files: dict[str, Path], tmp_
     (tmp_path / "other.json").write_text('{"format": "raypipe.plans/1"}')
     assert "did you mean 'raypipe.plan/1'" in refused(run("show", tmp_path / "other.json"))
     assert "there is no such file" in refused(run("show", tmp_path / "missing.json"))
-    assert "this is a directory" in refused(run("show", tmp_path))
+    assert "no folder of a run" in refused(run("show", tmp_path))
 
 
 def test_show_draws_topologies_with_every_kind_of_link(run: Run, tmp_path: Path) -> None:
