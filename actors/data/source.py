@@ -45,7 +45,7 @@ class DataSource:
     @classmethod
     def of(cls, config: DataConfig, *, seed: int) -> DataSource:
         """Return the source of a configuration that names functions."""
-        data: dict[str, Any] = {split: name for split, name in ((Split.TRAIN, config.train), (Split.VALIDATION, config.eval)) if name}
+        data = {split.value: name for split, name in ((Split.TRAIN, config.train), (Split.VALIDATION, config.eval)) if name}
         return cls(data, collate=config.collate or None, options=config.options, seed=seed)
 
     def packed(self) -> bytes:

@@ -82,7 +82,7 @@ class RowStream:
         self._start = start or Position()
         self._marks: deque[Position] = deque([self._start], maxlen=_MOST_MARKS)
         self._data: Any = None
-        self._is_one_shot = False
+        self._is_one_shot = self._is_batched = self._has_state = False
         self._pending: deque[Row] = deque()
         """Rows of the last batch of a loader."""
         self._iterate_from(self._start)

@@ -137,9 +137,7 @@ class Trainer:
     def _source(self, train_data: object, eval_data: object, collate: Collate | None) -> BatchFunction | DataSource:
         data, seed = self.config.data, self.config.run.seed
         if train_data is not None:
-            given: dict[str, Any] = {Split.TRAIN: train_data}
-            if eval_data is not None:
-                given[Split.VALIDATION] = eval_data
+            given = {Split.TRAIN.value: train_data} | ({Split.VALIDATION.value: eval_data} if eval_data is not None else {})
             self._use_data(train=data_name(train_data), eval=data_name(eval_data), collate=data_name(collate))
             return DataSource(given, collate=collate, seed=seed)
         if data.train:
