@@ -11,7 +11,6 @@ import io
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import takewhile
 from typing import Any
 
 import torch
@@ -79,18 +78,21 @@ class RowStream:
         self._open = open_data
         self._seed = seed
         self._mark_every = mark_every
-        self._start = start or Position()
-        self._marks: deque[Position] = deque([self._start], maxlen=_MOST_MARKS)
+        self._marks = {0: Position()}
+        """Known positions by row."""
         self._data: Any = None
         self._is_one_shot = self._is_batched = self._has_state = False
+        self._iterator: Iterator[Any] | None = None
         self._pending: deque[Row] = deque()
         """Rows of the last batch of a loader."""
-        self._iterate_from(self._start)
+        self._put_mark(start or Position())
+        self._go_to(start or Position())
 
     def read(self, first: int, count: int) -> list[Row]:
         """Return `count` rows from number `first` on. What lies between is read and dropped; going back reads again."""
-        if first < self._row:
-            self._iterate_from(self.position(first))
+        nearest = self.position(first)
+        if first < self._row or nearest.row > self._row:
+            self._go_to(nearest)
         while self._row < first:
             self._next()
         return [self._next() for _ in range(count)]
@@ -102,16 +104,16 @@ class RowStream:
 
     def position(self, row: int) -> Position:
         """Return the newest known position from which a row can be reached."""
-        before = list(takewhile(lambda mark: mark.row <= row, self._marks))
-        return before[-1] if before else self._start if self._start.row <= row else Position()
+        return self._marks[max(mark for mark in self._marks if mark <= row)]
 
-    def _iterate_from(self, position: Position) -> None:
-        self._row, self._epoch = position.row, position.epoch
+    def _go_to(self, position: Position) -> None:
+        # The iteration begins with the next row: a state that is loaded and not used would be there for the iteration after it.
+        self._row, self._epoch, self._state = position.row, position.epoch, position.state
         self._pending.clear()
-        self._marks = deque([mark for mark in self._marks if mark.row <= position.row] or [position], maxlen=_MOST_MARKS)
-        self._begin(position.state)
+        self._iterator = None
 
-    def _begin(self, state: Any = None) -> None:
+    def _begin(self) -> Iterator[Any]:
+        state, self._state = self._state, None
         if self._data is None or self._is_one_shot:
             self._data = self._open()
             self._is_one_shot = isinstance(self._data, Iterator)
@@ -125,14 +127,17 @@ class RowStream:
         self._began = None if state is not None else self._row
         seed_all(self._seed, self._epoch)
         rows = getattr(self._data, "iter_rows", None)
-        self._iterator = iter(rows() if rows is not None else self._data)
+        iterator = iter(rows() if rows is not None else self._data)
         if self._has_state and isinstance(self._data, DataLoader):
             # A loader shuffles by a generator of its own, which another one like it would begin otherwise.
             state = self._data.state_dict()  # type: ignore[attr-defined]
         self._put_mark(Position(self._row, self._epoch, state))
+        return iterator
 
     def _next(self) -> Row:
         while not self._pending:
+            if self._iterator is None:
+                self._iterator = self._begin()
             self._mark()
             seed_all(self._seed, self._epoch, self._row)
             try:
@@ -143,20 +148,22 @@ class RowStream:
                         f"epoch {self._epoch} of the data has no row; give data that can be iterated again, or a function that opens it"
                     ) from None
                 self._epoch += 1
-                self._begin()
+                self._iterator = None
                 continue
             self._pending.extend(split_rows(item) if self._is_batched else [item])
         self._row += 1
         return self._pending.popleft()
 
     def _put_mark(self, mark: Position) -> None:
-        if self._marks[-1].row == mark.row:
-            self._marks.pop()
-        self._marks.append(mark)
+        if mark.state is not None or mark.row not in self._marks:
+            self._marks[mark.row] = mark
+        while len(self._marks) > _MOST_MARKS:
+            del self._marks[sorted(self._marks)[1]]  # all but the beginning
 
     def _mark(self) -> None:
         # At the end of what the data gave: only there its state is that of the row that comes next.
-        if self._has_state and self._row // self._mark_every > self._marks[-1].row // self._mark_every:
+        period = self._row // self._mark_every
+        if self._has_state and period > max(mark for mark in self._marks if mark <= self._row) // self._mark_every:
             state = self._data.state_dict()
             if state is not None:
                 self._put_mark(Position(self._row, self._epoch, state))

@@ -135,6 +135,7 @@ def test_reading_goes_on_with_the_very_next_row_in_another_process(kind: str) ->
         ahead = [rows_of(first, number * SIZE) for number in range(2 * update + 3)]
         assert ahead == expected[: 2 * update + 3], "reading ahead of the checkpoint"
         again = reader(kind, start=first.position(row))
+        assert rows_of(again, 0) == expected[0], "as layers are measured with the first rows"
         assert [rows_of(again, number * SIZE) for number in range(2 * update, 15)] == expected[2 * update :]
 
 
