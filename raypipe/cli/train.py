@@ -93,6 +93,8 @@ def _report(result: Result) -> Report:
         Figure("checkpoint", result.checkpoint.path),
         Figure("figures", prediction_reports(result.figures, result.plan)),
         Figure("sample", result.sample),
+        Figure("stop_reason", result.stop_reason),
+        Figure("callback_errors", list(result.callback_errors)),
     )
 
 
@@ -106,11 +108,13 @@ def _show(result: Result, console: Console) -> None:
     figures = [figure for figure in result.figures if figure.unit != "bytes" or has_gpus]
     if figures:
         console.print(rows_table(prediction_reports(figures, result.plan), title="predicted against measured"))
-    losses = f"training loss {result.losses[0]:.3f} -> {result.losses[-1]:.3f}"
-    if result.validation_losses:
-        losses += f", validation loss {result.validation_losses[0][1]:.3f} -> {result.validation_losses[-1][1]:.3f}"
+    known = {"training loss": result.losses, "validation loss": [loss for _, loss in result.validation_losses]}
     console.print()
-    console.print(losses)
+    console.print(", ".join(f"{name} {losses[0]:.3f} -> {losses[-1]:.3f}" for name, losses in known.items() if losses))
+    if result.stop_reason:
+        console.print(f"ended early: {result.stop_reason}", soft_wrap=True)
+    for error in result.callback_errors:
+        console.print(f"went on without a callback: {error}", soft_wrap=True)
     path = os.path.relpath(result.path)
     path = path if not path.startswith(os.pardir) else result.path
     for names, content in (

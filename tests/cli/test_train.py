@@ -11,12 +11,16 @@ import pytest
 from raypipe.actors.stage.checkpoint import Checkpoint
 from raypipe.artifacts.checkpoint_files import CheckpointIndex, FileSums
 from raypipe.cli import main
+from raypipe.cli.screen import console
+from raypipe.cli.train import _report, _show
 from raypipe.config import TrainConfig
 from raypipe.data.prepare import prepare
 from raypipe.errors import RunError
+from raypipe.training.result import Result
 from raypipe.training.run_folder import RunFolder
 from raypipe.training.run_lock import RunLock
 from raypipe.training.trainer import Trainer
+from tests.callbacks.events import PLAN
 
 CONFIG = """
 format: raypipe.train/1
@@ -197,3 +201,24 @@ def test_random_bytes_are_no_configuration(tmp_path: Path, capsys: pytest.Captur
     path.write_bytes(bytes(range(255, 0, -1)))
     assert main(["train", str(path)]) == 2
     assert "not UTF-8" in capsys.readouterr().err
+
+
+def test_a_run_that_a_callback_ended_says_so_even_without_an_update_of_its_own(capsys: pytest.CaptureFixture[str]) -> None:
+    index = CheckpointIndex(update=4, layers=(), model="m", seed=0)
+    result = Result(
+        path="runs/gpt",
+        metrics={},
+        losses=[],
+        validation_losses=[(4, 2.0)],
+        checkpoint=Checkpoint("runs/gpt/checkpoints/update-000004", index),
+        plan=PLAN,
+        figures=[],
+        sample="",
+        stop_reason="validation_loss has not fallen for 3 evaluations",
+        callback_errors=("callback WandB failed in on_window: OSError: no network",),
+    )
+    _show(result, console(plain=True))
+    shown = capsys.readouterr().out
+    assert "\nvalidation loss 2.000 -> 2.000\nended early: validation_loss has not fallen" in shown
+    assert "went on without a callback: callback WandB" in shown
+    assert _report(result).document()["stop_reason"].startswith("validation_loss")
