@@ -8,11 +8,9 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
-import torch
-
 from raypipe.actors.data.served import Readers
 from raypipe.actors.data.source import DataSource
-from raypipe.actors.execution.batches import FileSource, FixedBatch
+from raypipe.actors.execution.batches import FileSource
 from raypipe.actors.execution.faults import FaultScript
 from raypipe.actors.execution.report import mean_losses
 from raypipe.actors.orders import BatchFunction, BuildOrder
@@ -48,14 +46,11 @@ from raypipe.training.run_cluster import stage_actors
 from raypipe.training.run_folder import RunFolder
 from raypipe.training.run_lock import RunLock
 from raypipe.training.run_schedules import is_sharded
+from raypipe.training.sampling import sampled_text
 from raypipe.training.strategy import NamedStrategy, PlannedStrategy, Strategy
 from raypipe.training.sums import SumAdaptation
 from raypipe.units import counted
 from raypipe.user_code import keyword, make_model
-
-# Generation of text: the byte that ends a document and pads short contexts.
-_SENTINEL = 0
-_TEMPERATURE = 0.7
 
 
 class Fit:
@@ -470,20 +465,8 @@ class Fit:
         if not run.sample_bytes or not self.config.data.path:
             return ""
         self.notice(f"generating {run.sample_bytes} bytes of text")
-        # Devices that share the rows of a microbatch need one each; all rows are the same.
-        num_rows, length = self.strategy.num_sample_rows, self.config.data.sequence_length
-        generator = torch.Generator().manual_seed(run.seed)
-        prompt = run.sample_prompt.encode()
-        tokens = list(prompt or [_SENTINEL])
-        for _ in range(run.sample_bytes):
-            context = tokens[-length:]
-            # The model is causal: padding after the context changes nothing.
-            rows = torch.tensor([context + [_SENTINEL] * (length - len(context))]).expand(num_rows, -1)
-            result = self.coordinator.run_on("predict", FixedBatch({"tokens": rows, "targets": rows}), num_rows=num_rows)
-            logits_v = next(report.outputs[0] for report in result.reports if report.outputs)[0, len(context) - 1]
-            probabilities = torch.softmax(logits_v.double() / _TEMPERATURE, dim=-1)
-            tokens.append(int(torch.multinomial(probabilities, 1, generator=generator)))
-        text = bytes(tokens if prompt else tokens[1:]).decode(errors="replace")
+        length, num_rows = self.config.data.sequence_length, self.strategy.num_sample_rows
+        text = sampled_text(self.coordinator, run, length=length, num_rows=num_rows)
         self.folder.file("sample.txt").write_text(text, encoding="utf-8")
         return text
 
