@@ -122,6 +122,8 @@ class _Walk:
                 self._add_callable(value)
             case types.BuiltinFunctionType() | types.ModuleType():
                 self._write(type(value).__name__, getattr(value, "__module__", ""), getattr(value, "__qualname__", value.__name__))
+            case _ if type(value) is object:  # a sentinel
+                self._write("object")
             case _ if _is_plain(value):
                 self.add((type(value), vars(value)))
             case _:
