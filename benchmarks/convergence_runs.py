@@ -21,7 +21,7 @@ from raypipe.actors.execution.report import mean_losses
 from raypipe.actors.local import LocalPipeline
 from raypipe.actors.stage.optimizers import build_optimizer
 from raypipe.artifacts.cut import Cut
-from raypipe.config import OptimizerConfig, OptimizerName
+from raypipe.config import OptimizerConfig, OptimizerName, WeightGroup
 from raypipe.data.samples import Split
 from raypipe.data.tokens import TokenDataset
 from raypipe.model import Model
@@ -110,6 +110,11 @@ _LATE = {
     "muon": OptimizerConfig(name=OptimizerName.MUON),
     "muon-ahead": OptimizerConfig(name=OptimizerName.MUON, lookahead=1.0),
     "muon-corrected": OptimizerConfig(name=OptimizerName.MUON, gradient_correction=1.0),
+    "muon-nadamw-corrected": OptimizerConfig(
+        name=OptimizerName.MUON,
+        gradient_correction=1.0,
+        groups=(WeightGroup(weights=("embedding.*", "head.*", "*norm*", "*.bias"), optimizer="nadamw"),),
+    ),
 }
 OPTIMIZERS = {name: Recipe(optimizer) for name, optimizer in {"adamw": OptimizerConfig(), **_NADAMW, **_LATE}.items()}
 OPTIMIZERS |= {f"{name}-short": replace(recipe, warmup=0.04) for name, recipe in OPTIMIZERS.items()}

@@ -65,7 +65,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--learning-rate", type=float, default=4e-3)
     parser.add_argument("--seeds", nargs="+", type=int, default=[0])
     parser.add_argument("--data", type=Path, default=Path("data/python-stdlib.parquet"))
-    parser.add_argument("--runs", type=Path, default=Path(__file__).parent / "results" / "convergence")
+    parser.add_argument("--runs", type=Path, default=Path(__file__).parent / "results" / "late-gradients")
     parser.add_argument("--report", action="store_true", help="only of runs that are finished")
     parser.add_argument("-o", "--output", type=Path, help="JSON file to write")
     return parser.parse_args()

@@ -23,6 +23,7 @@ MIXED = OptimizerConfig(
     learning_rate=1e-2,
     learning_rate_schedule="wsd",
     warmup_updates=2,
+    decay_updates=4,
     lookahead=1.0,
     max_grad_norm=None,
     groups=(
