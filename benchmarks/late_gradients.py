@@ -3,8 +3,8 @@
     python benchmarks/late_gradients.py [--data data/python-stdlib.parquet] [--optimizers nadamw90 muon] [-o late-gradients.json]
 
 The GPT, its rows and its warm-up are those of `convergence.py`, in 300 updates at one learning rate for all. Finished runs lie in `--runs`;
-what is there is not run again. The cost is the validation loss with the delay less that without. Printed and written, as JSON, with the
-bytes of state that the optimizer keeps for a byte of weights.
+what is there is not run again. The cost is the validation loss with the delay less that without, of the optimizer without corrections.
+Printed and written, as JSON, with the bytes of state that the optimizer keeps for a byte of weights.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from raypipe.config import Precision
 from raypipe.schedules.ir import WeightRule
 
 WITHOUT, WITH = "1f1b", "pipedream-2bw"
-COMPARED = ("nadamw90", "nadamw90-ahead", "nadamw90-corrected", "muon", "muon-ahead", "muon-corrected")
+COMPARED = ("nadamw90", "nadamw90-ahead", "nadamw90-corrected", "muon", "muon-ahead", "muon-corrected", "muon-nadamw-corrected")
 
 
 def state_ratio(optimizer: str) -> float:
@@ -77,7 +77,8 @@ def main() -> None:
     runs = Runs(arguments.runs, arguments.data)
     rows = []
     for optimizer in arguments.optimizers:
-        without, late = (mean(losses(runs, optimizer, case, arguments)) for case in (WITHOUT, WITH))
+        without = mean(losses(runs, optimizer.partition("-")[0], WITHOUT, arguments))  # a correction is for late gradients
+        late = mean(losses(runs, optimizer, WITH, arguments))
         rows.append({
             "optimizer": optimizer,
             WITHOUT: without,
