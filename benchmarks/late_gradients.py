@@ -4,13 +4,15 @@
 
 The GPT, its rows and its warm-up are those of `convergence.py`, in 300 updates at one learning rate for all. Finished runs lie in `--runs`;
 what is there is not run again. The cost is the validation loss with the delay less that without, of the optimizer without corrections.
-Printed and written, as JSON, with the bytes of state that the optimizer keeps for a byte of weights.
+Printed and written, as JSON, with the bytes of state that the optimizer keeps for a byte of weights, and the seconds of a core that a step
+of it takes.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import time
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -26,12 +28,14 @@ from raypipe.artifacts.cut import Cut
 from raypipe.config import Precision
 from raypipe.schedules.ir import WeightRule
 
+NUM_TIMED = 5
 WITHOUT, WITH = "1f1b", "pipedream-2bw"
 COMPARED = ("nadamw90", "nadamw90-ahead", "nadamw90-corrected", "muon", "muon-ahead", "muon-corrected", "muon-nadamw-corrected")
 
 
-def state_ratio(optimizer: str) -> float:
-    """Return the bytes of state for a byte of the model's weights, after an update."""
+def state_and_step(optimizer: str) -> tuple[float, float]:
+    """Return the bytes of state for a byte of the model's weights, and the seconds of a core that a step takes."""
+    torch.set_num_threads(1)
     model = TASKS["gpt"].model()
     make = partial(build_optimizer, OPTIMIZERS[optimizer].optimizer)
     cut = Cut.equal(len(model.layers), 1, model.edges())
@@ -40,9 +44,13 @@ def state_ratio(optimizer: str) -> float:
     for master in weights.masters:
         master.grad = torch.ones_like(master)
     weights.optimizer.step()
+    since_s = time.process_time()
+    for _ in range(NUM_TIMED):
+        weights.optimizer.step()
+    step_s = (time.process_time() - since_s) / NUM_TIMED
     states = (flat_state(state) for state in weights.optimizer.state.values())
     held = sum(tensor.nbytes for state in states for tensor in state.values())
-    return held / sum(master.nbytes for master in weights.masters)
+    return held / sum(master.nbytes for master in weights.masters), step_s
 
 
 def losses(runs: Runs, optimizer: str, case: str, arguments: argparse.Namespace) -> list[float]:
@@ -84,7 +92,7 @@ def main() -> None:
             WITHOUT: without,
             WITH: late,
             "cost": late - without if late is not None and without is not None else None,
-            "state": state_ratio(optimizer),
+            **dict(zip(("state", "step_s"), state_and_step(optimizer), strict=True)),
         })
     title = f"validation loss after {arguments.updates} updates at {arguments.learning_rate:g}, seeds {arguments.seeds}"
     print_table(title, [{key: "" if (value := row[key]) is None else _text(value) for key in row} for row in rows])
