@@ -127,7 +127,7 @@ class RowStream:
         self._began = None if state is not None else self._row
         seed_all(self._seed, self._epoch)
         rows = getattr(self._data, "iter_rows", None)
-        iterator = iter(rows() if rows is not None else self._data)
+        iterator: Iterator[Any] = iter(rows() if rows is not None else self._data)
         if self._has_state and isinstance(self._data, DataLoader):
             # A loader shuffles by a generator of its own, which another one like it would begin otherwise.
             state = self._data.state_dict()  # type: ignore[attr-defined]
