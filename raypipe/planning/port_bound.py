@@ -158,6 +158,8 @@ class PortBound:
 
     def least_s(self, *, copies: bool = True) -> float:
         """Return the seconds in which all devices together can do an update's work, without copies of layers on request."""
+        if not self.total:
+            return 0.0  # Each layer takes no time on some device.
         low, high = 0.0, self.total / float(self.powers.max())
         for _ in range(_NUM_HALVINGS):
             middle = (low + high) / 2

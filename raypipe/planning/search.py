@@ -9,7 +9,7 @@ import math
 import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import islice
+from itertools import chain, islice
 
 from raypipe import stopping
 from raypipe.planning.device_order import orders
@@ -34,6 +34,8 @@ _SPLIT_RAMP = 0.4  # Part of the time besides the busiest worker's that remains 
 _ESTIMATE_WORK = 9.0  # Work of the estimate of 8 devices: stages, and devices by eight.
 _SUMMED = 256  # Devices beyond which what changed workers sum takes most of an estimate, in proportion to the devices.
 _LEAST_SIMULATIONS = 6
+_DEVICE_WORK_S = 0.006  # For each device, what tables of pairs, baselines and the bound take besides the search.
+_LEAST_WORK_S = 20.0
 _SIMULATION_WORK = 512.0  # Microbatches x workers of a simulation that counts as one.
 _USUAL_WORKERS = 32  # Most workers that count: with many devices, layouts of more are seldom good.
 _STARTS_SHARE = 0.4  # Of the work of a search.
@@ -59,7 +61,7 @@ class SearchBudget:
     num_starts: int = 24
     program_work: float = 3e8
     num_swaps: int = 1_200
-    work_s: float = 40.0
+    work_s: float = 42.0
 
     @classmethod
     def usual(cls, problem: Problem, *, effort: float = 1.0) -> SearchBudget:
@@ -75,7 +77,7 @@ class SearchBudget:
             num_simulations=max(round(cls.num_simulations * effort / simulation), _LEAST_SIMULATIONS),
             program_work=cls.program_work * effort,
             num_swaps=max(round(cls.num_swaps * effort / estimate), 1),
-            work_s=cls.work_s * effort,
+            work_s=max(cls.work_s - _DEVICE_WORK_S * problem.num_devices, _LEAST_WORK_S) * effort,
         )
 
 
@@ -118,11 +120,15 @@ class LayoutSearch:
 
     def _of_groups(self) -> Iterator[Layout]:
         groups = GroupPipelines(self.evaluator.estimator, self.schedules[0])
-        layouts = [*node_pipelines(self.evaluator.estimator, orders=self.schedules[:1]), *groups.layouts()]
-        yield from layouts
-        fitting = [layout for layout in layouts if math.isfinite(self.estimate_s(layout))]
-        if fitting:
-            self.evaluator.simulate(min(fitting, key=self.estimate_s))  # Whenever the search is stopped, there is a plan.
+        fitting: list[Layout] = []
+        for layout in chain(node_pipelines(self.evaluator.estimator, orders=self.schedules[:1]), groups.layouts()):
+            yield layout
+            if math.isfinite(self.estimate_s(layout)):
+                fitting.append(layout)
+                if len(fitting) == 1:
+                    self.evaluator.simulate(layout)  # Whenever the search is stopped, there is a plan.
+        if len(fitting) > 1:
+            self.evaluator.simulate(min(fitting, key=self.estimate_s))
         begin = [*sorted(fitting, key=self.estimate_s)[:_NUM_CLIMBED], *sorted(fitting, key=self.split_s)[:_NUM_CLIMBED]]
         for layout in dict.fromkeys(begin):
             seconds = self.estimate_s if layout in begin[:_NUM_CLIMBED] else self.split_s
