@@ -31,6 +31,7 @@ def with_forwards_ahead(
     if evaluation is None or evaluation.layout.order not in ORDERS:
         return evaluation
     tried: list[Evaluation] = []
+    is_done = False
     with stopping.part():
         for _ in range(most_steps):
             slow = _slow_hops(evaluation)
@@ -38,11 +39,16 @@ def with_forwards_ahead(
             if best is None or not _gains(best, evaluation, seconds, _LEAST_GAIN):
                 break
             evaluation = best
-        if sum(map(bool, evaluation.layout.ahead)) > _MOST_HOPS:
-            return evaluation
+        few = sum(map(bool, evaluation.layout.ahead)) <= _MOST_HOPS
         # What no longer gains only takes memory.
-        while (fewer := _best(evaluator, _fewer(evaluation.layout), seconds, tried)) and not _gains(evaluation, fewer, seconds, _NO_GAIN):
+        while (
+            few
+            and (fewer := _best(evaluator, _fewer(evaluation.layout), seconds, tried))
+            and not _gains(evaluation, fewer, seconds, _NO_GAIN)
+        ):
             evaluation = fewer
+        is_done = True
+    if is_done:
         return evaluation
     best = min(tried, key=lambda other: (other.missing_bytes, seconds(other)), default=evaluation)
     return best if _gains(best, evaluation, seconds, _LEAST_GAIN) else evaluation

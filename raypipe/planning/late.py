@@ -39,9 +39,10 @@ def with_late_updates(evaluator: LayoutEvaluator, evaluation: Evaluation | None)
         tried[slots] = later
         return later.timing.steady_update_s
 
+    chosen = evaluation
     with stopping.part():
-        return tried[fewest_slots(evaluation.timing, seconds)]
-    return min(tried.values(), key=lambda one: one.timing.steady_update_s)
+        chosen = tried[fewest_slots(evaluation.timing, seconds)]
+    return chosen
 
 
 def fewest_slots(timing: Timing, seconds: Callable[[int], float | None]) -> int:
