@@ -54,6 +54,9 @@ _NEWEST = "newest"
     ),
 )
 @click.argument("config", type=click.Path())
+@click.option(
+    "--model", metavar="NAME", help="Train another model than the configured one, with its default options: module:function, or hf:PATH."
+)
 @click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Replace a value, such as schedule.name=zb-h1. Repeatable.")
 @click.option(
     "--resume",
@@ -65,8 +68,10 @@ _NEWEST = "newest"
     ),
 )
 @json_option
-def train(config: str, overrides: tuple[str, ...], *, resume: str | None, as_json: bool) -> None:
+def train(config: str, overrides: tuple[str, ...], *, model: str | None, resume: str | None, as_json: bool) -> None:
     """Train what the YAML file CONFIG describes."""
+    if model is not None:
+        overrides = (f"model.function={json.dumps(model)}", "model.options={}", *overrides)
     loaded = TrainConfig.load(config, overrides=overrides)
     if as_json:  # actors print on stdout, too
         loaded = dataclasses.replace(loaded, cluster=dataclasses.replace(loaded.cluster, log_to_driver=False))

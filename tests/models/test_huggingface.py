@@ -128,7 +128,7 @@ def test_every_schedule_trains_a_tied_model_as_transformers_does(schedule: tuple
     check_equal_training(folder, TextRows(padded=True), schedule)
 
 
-@pytest.mark.parametrize("family", ["bert", "roberta"])
+@pytest.mark.parametrize("family", ["bert", "roberta", "xlm-roberta", "camembert", "electra"])
 def test_masked_language_models_train_as_transformers_does(family: str, tmp_path: Path) -> None:
     config = small_config(family)
     kind = transformers.MODEL_FOR_MASKED_LM_MAPPING[type(config)]
@@ -173,6 +173,16 @@ def test_adapters_train_as_peft_trains_them(schedule: tuple[str, int, int], tmp_
     )
     assert losses == pytest.approx(expected, abs=1e-10)
     assert max(losses) - min(losses) > 1e-3
+
+
+@pytest.mark.filterwarnings("default::FutureWarning")
+@pytest.mark.parametrize(("targets", "adapted"), [("all-linear", 7), (None, 2)])
+def test_adapters_go_where_peft_puts_them(targets: str | None, adapted: int, tmp_path: Path) -> None:
+    pytest.importorskip("peft")
+    folder = save(small_config("llama"), tmp_path)
+    model = make_model(f"hf:{folder}", {"lora": {"target_modules": targets}})
+    trained = [[name for name, weight in module.named_parameters() if weight.requires_grad] for module in unsplit(model)]
+    assert [len(names) for names in trained] == [0, *[2 * adapted] * 3, 0]
 
 
 @pytest.mark.parametrize("precision", [Precision.BF16, Precision.BF16_MIXED])

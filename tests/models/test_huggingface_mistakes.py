@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from raypipe.actors.stage.layers import build_layer
+from raypipe.cli import main
 from raypipe.config import DataConfig, ModelConfig, TrainConfig
 from raypipe.data.fields import Rows, write_rows
 from raypipe.data.prepare import prepare
@@ -49,6 +50,7 @@ def model(path: str, **options: Any) -> Model:
         ({"lora": {"rank": 2}}, "LoraConfig has no 'rank'"),
         ({"lora": {"r": 2, "target_modules": ["query"]}}, "fits no module of 'llama'; its modules are .*q_proj"),
         ({"lora": {"r": -2}}, "PEFT refuses it"),
+        ({"lora": {"modules_to_save": ["norm"]}}, "changes more than adapters"),
     ],
 )
 def test_an_option_that_cannot_be_used_is_told(folder: str, options: dict[str, Any], message: str) -> None:
@@ -129,3 +131,11 @@ def test_tokens_of_another_tokenizer_and_rows_without_labels_are_told_before_a_r
     config = TrainConfig(model=ModelConfig(function=f"hf:{folder}"), data=DataConfig(path=str(tmp_path / "rows.parquet")))
     with pytest.raises(ConfigError, match=r"needs the field 'labels' or 'targets', but .*rows.parquet has input_ids"):
         check_data(config, model(folder), vocabulary_size=None)
+
+
+def test_the_command_names_another_model_and_tells_what_is_wrong_with_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = tmp_path / "config.yaml"
+    text = "format: raypipe.train/1\nmodel: {function: raypipe.models.gpt:gpt, options: {num_layers: 2}}\ndata: {path: rows.parquet}\n"
+    config.write_text(text)
+    assert main(["train", str(config), "--model", f"hf:{tmp_path}"]) == 2
+    assert "the folder has no config.json" in capsys.readouterr().err

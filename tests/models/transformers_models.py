@@ -36,7 +36,7 @@ def small_config(family: str, **values: Any) -> Any:
     from transformers import AutoConfig
 
     sizes = {**SIZES, "head_dim": 8, "attention_dropout": 0.0, **values}
-    if family in {"gpt2", "bert", "roberta", "opt"}:
+    if family in {"gpt2", "opt", "bert", "roberta", "xlm-roberta", "camembert", "electra"}:
         dropouts = ("resid_pdrop", "embd_pdrop", "attn_pdrop", "hidden_dropout_prob", "attention_probs_dropout_prob", "dropout")
         sizes = {**{name: sizes[name] for name in sizes if name not in {"head_dim", "num_key_value_heads"}}, **dict.fromkeys(dropouts, 0.0)}
     return AutoConfig.for_model(family, **sizes)

@@ -7,12 +7,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from raypipe.errors import ConfigError, suggestion
 
 ADAPTER = "default"
 """PEFT's name of an adapter that has none."""
+_WHOLE_MODEL = ("modules_to_save", "trainable_token_indices", "layer_replication")
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,8 @@ class Lora:
         for name in options:
             if name not in known:
                 raise ConfigError(f"model.options.lora: PEFT's LoraConfig has no {name!r}{suggestion(name, known)}")
+            if name in _WHOLE_MODEL:
+                raise ConfigError(f"model.options.lora: {name} changes more than adapters, which a pipeline does not take; leave it out")
         try:
             return cls(peft.LoraConfig(**options))
         except (TypeError, ValueError) as error:
@@ -41,12 +44,17 @@ class Lora:
     def check(self, skeleton: Any) -> None:
         """Refuse adapters that fit no module of a model, and complete what PEFT knows of it; raises `ConfigError`."""
         from peft import utils  # noqa: PLC0415  # an extra
+        from transformers.pytorch_utils import Conv1D  # noqa: PLC0415  # an extra
 
         kind, usual = skeleton.config.model_type, utils.TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING
         if self.settings.target_modules is None:
             if kind not in usual:
                 raise ConfigError(f"model.options.lora: PEFT does not know where adapters of {kind!r} go; name them in target_modules")
             self.settings.target_modules = set(usual[kind])
+        if self.settings.target_modules == "all-linear":  # of the whole model: PEFT would look at one layer at a time
+            head = skeleton.get_output_embeddings()
+            linear = {name for name, module in skeleton.named_modules() if isinstance(module, nn.Linear | Conv1D) and module is not head}
+            self.settings.target_modules = {name.rpartition(".")[2] for name in linear}
         if not self._targets(skeleton):
             names = sorted({name.rpartition(".")[2] for name, module in skeleton.named_modules() if not any(module.children())})
             raise ConfigError(f"model.options.lora.target_modules fits no module of {kind!r}; its modules are {', '.join(names)}")

@@ -15,6 +15,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from torch import nn
+
 from raypipe.errors import ConfigError
 
 EMBEDDING, HEAD = "embedding", "head"
@@ -73,8 +75,6 @@ def parts_of(model: Any) -> Parts:
     Raises:
         ConfigError: The model has no plan, or one that does not place all of its weights.
     """
-    import torch  # noqa: PLC0415  # `raypipe.models` loads it anyway, once a model is made
-
     kind, base_name = model.config.model_type, model.base_model_prefix
     base = getattr(model, base_name, None)
     names = _plan_of(base, kind) if base is not None and base is not model else None
@@ -85,7 +85,7 @@ def parts_of(model: Any) -> Parts:
             "describe the model with a function of your own"
         )
     present = [name for name in names if _submodule(base, name) is not None]
-    lists = [name for name in present if isinstance(_submodule(base, name), torch.nn.ModuleList)]
+    lists = [name for name in present if isinstance(_submodule(base, name), nn.ModuleList)]
     if len(lists) != 1:
         raise ConfigError(
             f"the pipeline plan of {kind!r} has {len(lists)} lists of blocks ({', '.join(names)}); raypipe cuts models with one"
