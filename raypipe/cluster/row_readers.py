@@ -35,7 +35,7 @@ class RowReaders:
         schedule, data = config.schedule, config.data
         self._is_stream = is_stream
         self._prefetch, self._timeout_s = data.prefetch, config.cluster.message_timeout_s
-        packed = ray.put(source.packed())
+        packed = self._packed = ray.put(source.packed())  # kept, since a reader that starts again takes it once more
         here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=True)
         options = {"num_cpus": 0, "max_concurrency": _MOST_CALLS, "max_restarts": _MOST_RESTARTS, "max_task_retries": -1}
         make = ray.remote(RowReader).options(scheduling_strategy=here, **options).remote
