@@ -17,55 +17,56 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 
 PLAIN = """
-import sys, time
-sys.path.insert(0, {examples!r})
+import json, sys
+s = json.loads(sys.argv[1])
+sys.path.insert(0, s["examples"])
 import torch
 from raypipe.models.gpt import cross_entropy
 from raypipe.user_code import make_model
-torch.set_num_threads({threads})
-model = make_model("llama:llama", {options!r})
+torch.set_num_threads(s["threads"])
+model = make_model("llama:llama", s["options"])
 layers = [layer.build() for layer in model.layers]
-for tie in model.ties:
-    layers[-1].logits.weight = layers[0].token.weight
+layers[-1].logits.weight = layers[0].token.weight
 weights = list(dict.fromkeys(weight for layer in layers for weight in layer.parameters()))
 optimizer = torch.optim.AdamW(weights, lr=1e-3)
-for number in range({microbatches}):
-    rows = torch.randint({vocabulary}, ({rows}, {length} + 1), generator=torch.Generator().manual_seed(number))
+for number in range(s["microbatches"]):
+    rows = torch.randint(s["vocabulary"], (s["rows"], s["length"] + 1), generator=torch.Generator().manual_seed(number))
     x = rows[:, :-1]
     for layer in layers:
         x = layer(x)
-    (cross_entropy(x, {{"targets": rows[:, 1:]}}) / {microbatches}).backward()
+    (cross_entropy(x, {"targets": rows[:, 1:]}) / s["microbatches"]).backward()
 torch.nn.utils.clip_grad_norm_(weights, 1.0)
 optimizer.step()
 """
 
 RAYPIPE = """
-import sys, time
-sys.path.insert(0, {examples!r})
+import json, sys, time
+s = json.loads(sys.argv[1])
+sys.path.insert(0, s["examples"])
 import torch
 import raypipe
 
 class Rows:
     def batch(self, microbatch, rows):
-        first, end = (round({rows} * share) for share in rows)
-        made = torch.randint({vocabulary}, ({rows}, {length} + 1), generator=torch.Generator().manual_seed(microbatch))[first:end]
-        return {{"tokens": made[:, :-1].contiguous(), "targets": made[:, 1:].contiguous()}}
+        first, end = (round(s["rows"] * share) for share in rows)
+        made = torch.randint(s["vocabulary"], (s["rows"], s["length"] + 1), generator=torch.Generator().manual_seed(microbatch))[first:end]
+        return {"tokens": made[:, :-1].contiguous(), "targets": made[:, 1:].contiguous()}
 
 class First(raypipe.Callback):
     def on_notice(self, text):
-        print(f"{{time.time() - {began!r}:6.1f} s  {{text}}", file=sys.stderr, flush=True)
+        print(f"{time.time() - s['began']:6.1f} s  {text}", file=sys.stderr, flush=True)
 
     def on_window(self, run, window):
-        print(time.time() - {began!r}, window.loss, flush=True)
+        print(time.time() - s["began"], window.loss, flush=True)
         run.stop("that was it")
 
 raypipe.Trainer(
     "llama:llama",
-    model_options={options!r},
+    model_options=s["options"],
     batches=lambda split: Rows(),
-    schedule_config=raypipe.ScheduleConfig(num_microbatches={microbatches}, microbatch_size={rows}, updates_per_window=1),
-    scaling_config=raypipe.ScalingConfig(num_devices={devices}, profile={profile!r}),
-    run_config=raypipe.RunConfig(storage_path={storage!r}, num_updates=2, checkpoint_every_s=0.0, show_progress=False),
+    schedule_config=raypipe.ScheduleConfig(num_microbatches=s["microbatches"], microbatch_size=s["rows"], updates_per_window=1),
+    scaling_config=raypipe.ScalingConfig(num_devices=s["devices"], profile=s["profile"]),
+    run_config=raypipe.RunConfig(storage_path=s["storage"], num_updates=2, checkpoint_every_s=0.0, show_progress=False),
     callbacks=[First()],
 ).fit()
 """
@@ -95,14 +96,14 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         os.environ["XDG_CACHE_HOME"] = folder
         began = time.time()
-        subprocess.run([sys.executable, "-c", PLAIN.format(**common)], check=True)
+        subprocess.run([sys.executable, "-c", PLAIN, json.dumps(common)], check=True)
         plain_s = time.time() - began
         print(f"plain process: {plain_s:.1f} s", flush=True)
         results = {"plain_s": plain_s}
         for name, profile in (("first run", None), ("second run, layers known", None), ("estimated", "estimated")):
             began = time.time()
-            code = RAYPIPE.format(**common, began=began, profile=profile, storage=str(Path(folder, "runs")))
-            output = subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.PIPE, text=True).stdout
+            settings = json.dumps(common | {"began": began, "profile": profile, "storage": str(Path(folder, "runs"))})
+            output = subprocess.run([sys.executable, "-c", RAYPIPE, settings], check=True, stdout=subprocess.PIPE, text=True).stdout
             taken_s, loss = map(float, output.split()[:2])
             results[name] = taken_s
             print(f"raypipe, {name}: {taken_s:.1f} s, {taken_s / plain_s:.2f} times the plain process (loss {loss:.3f})", flush=True)
