@@ -250,7 +250,7 @@ class OptimizerConfig:
 
     @property
     def state_kind(self) -> str:
-        """What state the weights have, in text, such as `adamw` or `muon; embedding.*: sgd(momentum)`.
+        """What state the weights have, in text, such as `adamw(amsgrad)`; with what groups have besides, behind semicolons.
 
         A checkpoint can be gone on from by a configuration with the same text.
         """
