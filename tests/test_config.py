@@ -10,6 +10,7 @@ import pytest
 import raypipe
 from raypipe.config import (
     AdaptationConfig,
+    CallbackConfig,
     ClusterConfig,
     CommunicationConfig,
     DataConfig,
@@ -63,6 +64,7 @@ def test_the_trainer_of_a_configuration_leaves_nothing_out() -> None:
         adaptation=AdaptationConfig(enabled=True),
         communication=CommunicationConfig(exact=False),
         failure=FailureConfig(max_failures=1),
+        callbacks=(CallbackConfig(name="csv"),),
     )
     default = TrainConfig(model=ModelConfig(function="a:b"), data=DataConfig(path=""))
     different = {part.name: getattr(config, part.name) != getattr(default, part.name) for part in fields(TrainConfig)}
