@@ -179,6 +179,11 @@ def test_wandb_keeps_figures_offline(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("WANDB_SILENT", "true")
     play(WandB(project="tests", mode="offline"), run(tmp_path))
     (log,) = (tmp_path / "wandb").glob("offline-run-*/run-*.wandb")
+    names = (b"bubble_ratio", b"validation_loss", b"evaluate_every")
+    deadline = time.monotonic() + 60
+    # A process of wandb's writes the file, at times behind the end of `finish`.
+    while not all(name in log.read_bytes() for name in names) and time.monotonic() < deadline:
+        time.sleep(0.1)
     content = log.read_bytes()
-    for name in (b"bubble_ratio", b"validation_loss", b"evaluate_every"):
+    for name in names:
         assert name in content
