@@ -286,6 +286,7 @@ def test_a_time_limit_of_nothing_gives_the_first_plan(run: Run, inputs: tuple[ob
 
 INTERRUPTED = (
     "import os, signal, sys\n"
+    "from raypipe import stopping\n"
     "from raypipe.planning.evaluator import LayoutEvaluator\n"
     "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # The shell of a test may have it ignored.
     "{patch}\n"
@@ -316,7 +317,7 @@ def test_ctrl_c_before_any_plan_says_so_and_gives_130(long_search: tuple[str, ..
         "simulate = LayoutEvaluator.simulate\n"
         "def interrupted(self, layout):\n"
         "    os.kill(os.getpid(), signal.SIGINT)\n"
-        "    self.estimator.poll()\n"
+        "    stopping.spend()\n"
         "    return simulate(self, layout)\n"
         "LayoutEvaluator.simulate = interrupted"
     )

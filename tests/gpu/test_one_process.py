@@ -183,6 +183,7 @@ def test_spans_are_the_gpus_and_follow_each_other() -> None:
     run.run_window()
     (report,) = run.run_window()
     spans = report.log.spans(run.programs[0])
+    spans = [span for span in spans if span.kind is not SpanKind.DATA]  # the host reads rows
     assert {span.kind for span in spans} == {SpanKind.COMPUTE}
     assert all(span.end_s > span.start_s for span in spans)
     assert all(one.end_s <= other.start_s + 1e-5 for one, other in itertools.pairwise(spans))

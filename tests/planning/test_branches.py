@@ -29,6 +29,8 @@ from raypipe.planning.solve import solve
 from raypipe.simulation.simulator import simulate
 from tests.planning.towers import node, towers
 
+pytestmark = pytest.mark.timeout(240)  # whole plans of branches take tens of seconds
+
 
 def problem(profile: ModelProfile, topology: ClusterTopology, num_microbatches: int = 8) -> Problem:
     return Problem(profile, topology, num_microbatches, 8)
