@@ -7,6 +7,7 @@ Data without `state_dict` is read from the beginning of its epoch, and what was 
 from __future__ import annotations
 
 import base64
+import copy
 import io
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -130,7 +131,7 @@ class RowStream:
         iterator: Iterator[Any] = iter(rows() if rows is not None else self._data)
         if self._has_state and isinstance(self._data, DataLoader):
             # A loader shuffles by a generator of its own, which another one like it would begin otherwise.
-            state = self._data.state_dict()  # type: ignore[attr-defined]
+            state = copy.deepcopy(self._data.state_dict())  # type: ignore[attr-defined]
         self._put_mark(Position(self._row, self._epoch, state))
         return iterator
 
@@ -158,13 +159,16 @@ class RowStream:
         if mark.state is not None or mark.row not in self._marks:
             self._marks[mark.row] = mark
         while len(self._marks) > _MOST_MARKS:
-            del self._marks[sorted(self._marks)[1]]  # all but the beginning
+            # The beginning and the newest stay; of older ones the fewer, the older they are.
+            for row in sorted(self._marks)[1 : _MOST_MARKS // 2 : 2]:
+                del self._marks[row]
 
     def _mark(self) -> None:
         # At the end of what the data gave: only there its state is that of the row that comes next.
         period = self._row // self._mark_every
         if self._has_state and period > max(mark for mark in self._marks if mark <= self._row) // self._mark_every:
-            state = self._data.state_dict()
+            # Some data changes the state that it has returned when it goes on.
+            state = copy.deepcopy(self._data.state_dict())
             if state is not None:
                 self._put_mark(Position(self._row, self._epoch, state))
 

@@ -69,7 +69,7 @@ def structure(model: Model, module: StageModule, inputs: StageOutputs, batch: Ba
     try:
         walk.add(says() if says is not None else built)
         walk.add([[(output.spec.shape, output.spec.dtype, output.takes_gradient) for output in inputs[at]] for at in module.inputs[index]])
-        walk.add([(name, tuple(batch[name].shape), batch[name].dtype) for name in layer.batch])
+        walk.add([(name, tuple(batch[name].shape), batch[name].dtype) for name in (*layer.batch, *layer.batch_if_present) if name in batch])
         walk.add((layer.gradients_vary, [name for tie in model.ties for member, name in tie if member == layer.name]))
         is_last = index == len(model.layers) - 1
         walk.add((is_last, [(name, tuple(field.shape), field.dtype) for name, field in batch.items()] if is_last else []))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import inspect
 from collections.abc import Iterable
 
 from raypipe.callbacks.base import Callback
@@ -39,9 +40,10 @@ def make_callback(given: Callback | CallbackConfig | str) -> Callback:
     if not (isinstance(make, type) and issubclass(make, Callback)):
         raise ConfigError(f"callbacks {config.name!r}: expected a class that extends raypipe.Callback, got {make!r}")
     try:
-        return make(**config.options)
+        inspect.signature(make).bind(**config.options)
     except TypeError as error:
         raise ConfigError(f"callbacks {config.name!r}: its options do not fit: {error}") from error
+    return make(**config.options)
 
 
 def require(package: str, extra: str, *, callback: str) -> None:

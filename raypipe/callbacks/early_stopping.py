@@ -35,11 +35,11 @@ class EarlyStopping(Callback):
         self.by = CheckpointMetric(by)
         self.patience = patience
         self.least_gain = least_gain
-        self._best, self._best_update, self._num_worse = math.inf, 0, 0
+        self._best, self._best_update, self._num_worse, self._seen = math.inf, 0, 0, -1
 
     def on_start(self, run: Run) -> None:
         """See `Callback`; refuses a run that never evaluates."""
-        self._best, self._best_update, self._num_worse = math.inf, 0, 0
+        self._best, self._best_update, self._num_worse, self._seen = math.inf, 0, 0, -1
         config = run.config
         if self.by is CheckpointMetric.VALIDATION_LOSS and not (config.data.num_validation_microbatches and config.run.evaluate_every):
             raise ConfigError(
@@ -62,8 +62,9 @@ class EarlyStopping(Callback):
             self._note(run, window.update, window.loss)
 
     def _note(self, run: Run, update: int, loss: float) -> None:
-        if update <= self._best_update and self._best < math.inf:
+        if update <= self._seen:
             return  # a run that recovered evaluates again
+        self._seen = update
         if loss < self._best - self.least_gain:
             self._best, self._best_update, self._num_worse = loss, update, 0
             return

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -46,6 +47,10 @@ class Run:
     def stop(self, reason: str) -> None:
         """End the run after the window that is done, with checkpoint, trace and `Result`; the first reason counts."""
         self.stop_reason = self.stop_reason or reason
+
+    def settings(self) -> dict[str, Any]:
+        """Return the configuration as values by name, for logs elsewhere: without callbacks, whose options may have passwords."""
+        return {name: value for name, value in dataclasses.asdict(self.config).items() if name != "callbacks"}
 
     def metrics(self) -> list[dict[str, Any]]:
         """Return the lines of `metrics.jsonl`, also those from before a resume."""

@@ -24,6 +24,7 @@ class CallbackGroup:
     def __init__(self, callbacks: Sequence[Callback]) -> None:
         self._callbacks = list(callbacks)
         self._run: Run | None = None
+        self._started: list[Callback] = []
         self.error: CallbackError | None = None
         self.dropped: list[CallbackError] = []
 
@@ -48,6 +49,7 @@ class CallbackGroup:
                 raise
             except Exception as error:
                 raise _named(callback, "on_start", error) from error
+            self._started.append(callback)
 
     def notice(self, text: str) -> None:
         """Pass on a line for the user."""
@@ -80,9 +82,10 @@ class CallbackGroup:
         self._call("on_recovery", lambda callback: callback.on_recovery(self.run, recovery))
 
     def end(self, end: End) -> None:
-        """Tell the callbacks how the run ended, if it started."""
+        """Tell the callbacks that have started how the run ended."""
         if (run := self._run) is not None:
-            self._call("on_end", lambda callback: callback.on_end(run, end))
+            started = self._started
+            self._call("on_end", lambda callback: callback.on_end(run, end) if callback in started else None)
 
     def close(self) -> None:
         """Let the callbacks give back what they hold."""
@@ -93,6 +96,8 @@ class CallbackGroup:
 
     def _call(self, hook: str, call: Callable[[Callback], None]) -> None:
         for callback in list(self._callbacks):
+            if callback not in self._callbacks:
+                continue  # it failed to take the notice that another one has failed
             try:
                 call(callback)
             except Exception as error:

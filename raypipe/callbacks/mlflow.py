@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import re
 import time
 from collections.abc import Iterator, Mapping
@@ -13,6 +12,7 @@ from raypipe.callbacks.catalogue import require
 from raypipe.callbacks.events import End, Evaluation, Run, Window
 
 _REFUSED = re.compile(r"[^\w./ -]+")  # in the name of a metric
+_MOST_METRICS = 1_000  # that MLflow takes in one call
 _LONGEST_VALUE = 6000  # characters of a parameter
 
 
@@ -42,7 +42,7 @@ class MLflow(Callback):
         experiment_id = client.create_experiment(self._experiment) if known is None else known.experiment_id
         self._id = client.create_run(experiment_id, run_name=run.name).info.run_id
         self._client = client
-        for name, value in _flat(dataclasses.asdict(run.config)):
+        for name, value in _flat(run.settings()):
             client.log_param(self._id, name, str(value)[:_LONGEST_VALUE])
 
     def on_window(self, run: Run, window: Window) -> None:
@@ -58,7 +58,8 @@ class MLflow(Callback):
         ]
         figures = window.figures().items()
         metrics += [Metric(_REFUSED.sub("_", name.replace(" -> ", " to ")), value, now_ms, window.update) for name, value in figures]
-        self._client.log_batch(self._id, metrics=metrics)
+        for first in range(0, len(metrics), _MOST_METRICS):
+            self._client.log_batch(self._id, metrics=metrics[first : first + _MOST_METRICS])
 
     def on_evaluation(self, run: Run, evaluation: Evaluation) -> None:
         """See `Callback`."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 from typing import Any
 
@@ -35,7 +34,7 @@ class WandB(Callback):
         # Runs of other storage paths may have the same name.
         own = f"{run.name}-{hashlib.sha256(run.path.encode()).hexdigest()[:8]}"
         usual = {"name": run.name, "id": own, "resume": "allow", "dir": str(run.records)}
-        self._logged = wandb.init(config=dataclasses.asdict(run.config), **(usual | self._options))
+        self._logged = wandb.init(config=run.settings(), **(usual | self._options))
         # wandb refuses steps that come again; an axis of its own does not mind.
         self._logged.define_metric("*", step_metric="update")
 

@@ -17,7 +17,6 @@ from raypipe.data.samples import Split
 from raypipe.errors import RaypipeError, RunError
 
 _MOST_CALLS = 64  # that a reader answers at once: those of all stages, most of them waiting
-_MOST_RESTARTS = 3
 
 
 class RowReaders:
@@ -37,7 +36,7 @@ class RowReaders:
         self._prefetch, self._timeout_s = data.prefetch, config.cluster.message_timeout_s
         packed = self._packed = ray.put(source.packed())  # kept, since a reader that starts again takes it once more
         here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=True)
-        options = {"num_cpus": 0, "max_concurrency": _MOST_CALLS, "max_restarts": _MOST_RESTARTS, "max_task_retries": -1}
+        options = {"num_cpus": 0, "max_concurrency": _MOST_CALLS, "max_restarts": -1, "max_task_retries": -1}
         make = ray.remote(RowReader).options(scheduling_strategy=here, **options).remote
         # The last stage asks for a microbatch when the first is at most an update, or a microbatch for each device, ahead.
         num_kept = 2 * (schedule.num_microbatches + config.scaling.num_devices + data.prefetch)

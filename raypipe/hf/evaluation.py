@@ -30,9 +30,7 @@ def generate(run: Run, prompt: str, *, checkpoint: int | None = None, max_new_to
     """
     trained = Trained.of(run, checkpoint)
     tokenizer = tokenizer_of(trained.described.source)
-    model = trained.model()
-    if not model.can_generate():
-        raise ConfigError(f"hf:{trained.described.source.path} is no causal model, and generates no text")
+    model = _causal(trained)
     tokens = tokenizer(prompt, return_tensors="pt")
     with quiet(library()), torch.inference_mode():
         written = model.generate(**tokens, max_new_tokens=max_new_tokens, **settings)
@@ -54,7 +52,7 @@ def perplexity(run: Run, texts: Iterable[str], *, checkpoint: int | None = None,
     """
     trained = Trained.of(run, checkpoint)
     tokenizer = tokenizer_of(trained.described.source)
-    model = trained.model()
+    model = _causal(trained)
     total, count = 0.0, 0
     with quiet(library()), torch.inference_mode():
         for text in texts:
@@ -71,10 +69,17 @@ def perplexity(run: Run, texts: Iterable[str], *, checkpoint: int | None = None,
     return math.exp(total / count)
 
 
+def _causal(trained: Trained) -> Any:
+    model = trained.model()
+    if not model.can_generate():
+        raise ConfigError(f"hf:{trained.described.source.path} is no causal model, which predicts the next token of a text")
+    return model
+
+
 def tokenizer_of(source: Source) -> Any:
     """Return the tokenizer of a model; raises `ConfigError` if it has none."""
     try:
-        return library().AutoTokenizer.from_pretrained(source.name, revision=source.revision)
+        return library().AutoTokenizer.from_pretrained(source.name, revision=source.revision, trust_remote_code=False)
     except (OSError, ValueError, KeyError) as error:
         first = str(error).strip().splitlines()[0]
         raise ConfigError(

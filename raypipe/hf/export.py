@@ -92,7 +92,7 @@ def _copy_tokenizer(source: Source, folder: Path) -> None:
             shutil.copy(file, folder)
         return
     try:
-        library().AutoTokenizer.from_pretrained(source.name, revision=source.revision).save_pretrained(folder)
+        library().AutoTokenizer.from_pretrained(source.name, revision=source.revision, trust_remote_code=False).save_pretrained(folder)
     except (OSError, ValueError):  # a model without a tokenizer
         return
 

@@ -178,7 +178,7 @@ class Fit:
         error: BaseException | None = None
         try:
             with self._told_if_interrupted():
-                return finished_result(self.folder, self.resumed, self.notice) if self.is_done and self.resumed else self._run()
+                result = finished_result(self.folder, self.resumed, self.notice) if self.is_done and self.resumed else self._run()
         except BaseException as problem:
             error = problem
             leave(self.folder, self.record, error, update=self.num_done, notice=self.notice)
@@ -187,6 +187,9 @@ class Fit:
             self.callbacks.end(End(self.num_done, error))
             self._unlock()
             self.callbacks.close()
+        if self.callbacks.error is not None:
+            raise self.callbacks.error
+        return result
 
     def _run(self) -> Result:
         config, strategy = self.config, self.strategy

@@ -112,9 +112,12 @@ class Recovery:
 
     def rewind(self, *, update: int) -> int:
         """Take the run, which nothing has struck, back to the newest whole state; return its update."""
+        since_s = time.monotonic()
         source, _ = self._restore(None, update)
         self.copies.drop_after(source.update)
         self.record.rewind(source.update)
+        seconds, text = time.monotonic() - since_s, f"going on from update {source.update} ({source.text})"
+        self.record.callbacks.recovery(RecoveredFailure(update, source.update, source.text, seconds, text, "a bad update is skipped"))
         return source.update
 
     def _count(self, error: RunError, update: int) -> None:

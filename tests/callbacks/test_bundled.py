@@ -96,6 +96,16 @@ def test_a_resumed_run_counts_what_was_evaluated_before(tmp_path: Path) -> None:
     assert "not fallen for 2 evaluations: it was 1 after update 2" in seen.stop_reason
 
 
+def test_an_evaluation_that_a_recovery_repeats_counts_once(tmp_path: Path) -> None:
+    seen, callback = run(tmp_path), EarlyStopping(patience=2)
+    callback.on_start(seen)
+    for update, loss in ((10, 1.0), (20, 2.0), (20, 2.0)):
+        callback.on_evaluation(seen, Evaluation(update, loss))
+    assert not seen.stop_reason
+    callback.on_evaluation(seen, Evaluation(30, 2.0))
+    assert "2 evaluations" in seen.stop_reason
+
+
 def test_the_training_loss_can_be_waited_for_too(tmp_path: Path) -> None:
     seen, callback = run(tmp_path), EarlyStopping(by="loss", patience=1)
     callback.on_start(seen)

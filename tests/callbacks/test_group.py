@@ -63,6 +63,27 @@ def test_a_callback_that_fails_is_named_and_left_out_and_the_others_go_on(tmp_pa
     assert not group.stop_reason
 
 
+def test_one_that_fails_to_take_the_notice_of_another_failure_is_left_out_too(tmp_path: Path) -> None:
+    both = Fails("on_notice")
+    both.on_window = both._fail  # type: ignore[assignment]
+    heard = Heard()
+    group = CallbackGroup([Fails("on_window"), both, heard])
+    group.start(run(tmp_path))
+    group.window(window([1.0]))
+    assert (both.num_calls, len(group.dropped)) == (1, 2)
+    assert heard.events[-1] == "window 1"
+
+
+def test_only_callbacks_that_have_started_are_told_the_end(tmp_path: Path) -> None:
+    before, behind = Heard(), Heard()
+    group = CallbackGroup([before, Fails("on_start"), behind])
+    with pytest.raises(CallbackError, match="on_start"):
+        group.start(run(tmp_path))
+    group.end(End(0, ValueError()))
+    group.close()
+    assert (before.events, behind.events) == (["start", "end", "close"], ["close"])
+
+
 def test_a_required_callback_that_fails_asks_the_run_to_end(tmp_path: Path) -> None:
     group = CallbackGroup([Fails("on_evaluation", required=True)])
     group.start(run(tmp_path))

@@ -57,7 +57,7 @@ class Source:
         transformers = library()
         self._check_folder()
         try:
-            config = transformers.AutoConfig.from_pretrained(self.name, revision=self.revision)
+            config = transformers.AutoConfig.from_pretrained(self.name, revision=self.revision, trust_remote_code=False)
         except (OSError, ValueError, KeyError) as error:
             first = str(error).strip().splitlines()[0]
             raise ConfigError(

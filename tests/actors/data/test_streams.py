@@ -167,6 +167,29 @@ def test_a_state_saves_reading_the_epoch_again(kind: str) -> None:
     assert 4 * SIZE - position.row < 2 * SIZE, "at most an update is read again"
 
 
+class Live(Stateful):
+    """A stream that goes on changing the state that it has returned."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.state = {"at": 0}
+
+    def state_dict(self) -> dict[str, int]:
+        self.state["at"] = self.at
+        return self.state
+
+
+def test_a_stream_goes_far_back_without_reading_all_of_it_again_and_to_the_same_rows() -> None:
+    stream = RowStream(Live, seed=0, mark_every=1)
+    num_rows = 40 * NUM_ROWS
+    rows = [row["x"] for row in stream.read(0, num_rows)]
+    for back in (1, 10, 100, num_rows // 2):
+        position = stream.position(num_rows - back)
+        assert num_rows - back - position.row <= back
+        assert [row["x"] for row in stream.read(num_rows - back, 1)] == rows[num_rows - back : num_rows - back + 1]
+        stream.read(num_rows - 1, 1)
+
+
 def test_a_table_is_shuffled_anew_by_seed_and_epoch() -> None:
     orders = {seed: [rows_of(reader("table", seed=seed), number * SIZE)["x"] for number in range(10)] for seed in (1, 2)}
     assert orders[1] != orders[2]
