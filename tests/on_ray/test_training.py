@@ -406,7 +406,7 @@ def test_evaluations_with_batches_of_ones_own_are_as_long_as_said(tmp_path: Path
     )
     assert (given.config.data.num_validation_microbatches, told.config.data.num_validation_microbatches) == (8, 0)
     assert told.fit().validation_losses == []
-    with pytest.raises(ConfigError, match="either batches or a data_config with a path"):
+    with pytest.raises(ConfigError, match="one of train_data, batches, and a data_config with a path or functions"):
         Trainer("raypipe.models.mlp:mlp", batches=rows, data_config=DataConfig(path="tokens.parquet"))
     with pytest.raises(ConfigError, match=r"data.path names no file"):
         Trainer("raypipe.models.mlp:mlp", data_config=DataConfig(path=""))
