@@ -35,6 +35,7 @@ _ESTIMATE_WORK = 9.0  # Work of the estimate of 8 devices: stages, and devices b
 _SUMMED = 256  # Devices beyond which what changed workers sum takes most of an estimate, in proportion to the devices.
 _LEAST_SIMULATIONS = 6
 _DEVICE_WORK_S = 0.006  # For each device, what tables of pairs, baselines and the bound take besides the search.
+_LEAST_EFFORT = 0.5  # that work is allowed for: the numbers above bound smaller searches, and parts of one must not starve
 _LEAST_WORK_S = 20.0
 _SIMULATION_WORK = 512.0  # Microbatches x workers of a simulation that counts as one.
 _USUAL_WORKERS = 32  # Most workers that count: with many devices, layouts of more are seldom good.
@@ -77,7 +78,7 @@ class SearchBudget:
             num_simulations=max(round(cls.num_simulations * effort / simulation), _LEAST_SIMULATIONS),
             program_work=cls.program_work * effort,
             num_swaps=max(round(cls.num_swaps * effort / estimate), 1),
-            work_s=max(cls.work_s - _DEVICE_WORK_S * problem.num_devices, _LEAST_WORK_S) * effort,
+            work_s=max(cls.work_s - _DEVICE_WORK_S * problem.num_devices, _LEAST_WORK_S) * max(effort, _LEAST_EFFORT),
         )
 
 
