@@ -1,7 +1,7 @@
 """What an optimizer keeps of one weight, as tensors by name, for checkpoints and other actors.
 
 exp_avg          a tensor
-count:int        a number of Python's, as a tensor; likewise `:float` and `:bool`
+count:int        a number of Python, as a tensor; `:float` and `:bool` are others
 mode:text        text, as its bytes
 previous:none    None
 history[0]       the first member of a list; history(0) of a tuple, moments{slow} a member of a dict

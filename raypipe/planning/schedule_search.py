@@ -58,8 +58,6 @@ def searched(evaluator: LayoutEvaluator, schedule: str, budget: SearchBudget) ->
         found = _Found()
         with stopping.part(work_s=budget.work_s):
             found = _found_sorted(search, on_others, schedule)
-        if schedule == AUTO:
-            found = found.joined(_Found(others=search.evaluator.best_so_far))
         best_sorted = search.decided(found)
         best = None if best_sorted is None else evaluator.simulate(best_sorted.layout.renumbered(numbers))
         best = best_of_all(evaluator, schedule, best)
@@ -252,14 +250,16 @@ class _Search:
         return with_hidden_transfers(self.evaluator, evaluation, most_steps=max(self.budget.num_simulations // 30, _LEAST_STEPS))
 
     def decided(self, found: _Found) -> Evaluation | None:
-        """Return the best of what was found as whole updates, device by device; on many devices one layout alone is simulated so."""
-        if not isinstance(self.evaluator, ShortEvaluator):
-            return found.best
+        """Return the best layout as whole updates, device by device; on many devices only one layout is simulated so."""
+        seen = self.evaluator.best_so_far if self.schedule == AUTO else None  # by a part that ended early
         problem = self.exact.problem
+        if not isinstance(self.evaluator, ShortEvaluator):
+            return found.joined(_Found(others=seen)).best
         if problem.num_microbatches * problem.num_devices > MOST_SIMULATED:
-            return self.evaluator.decided(found.best, self.exact)
-        certain, others = (self.evaluator.decided(each, self.exact) for each in (found.certain, found.others))
-        return _Found(certain, others).best
+            return self.evaluator.decided(found.joined(_Found(others=seen)).best, self.exact)
+        # Each by itself: what is extrapolated too well shall not stand before another.
+        certain, others, seen = (self.evaluator.decided(each, self.exact) for each in (found.certain, found.others, seen))
+        return _Found(certain, better(others, seen)).best
 
     def _climbed(self, layout: Layout) -> Evaluation | None:
         # Each step simulates two layouts for each cut.

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import random
-import statistics
 from dataclasses import replace
 
 import pytest
@@ -57,22 +55,17 @@ def test_a_long_update_takes_what_two_short_ones_say(order: str, seed: int) -> N
     assert said.missing_bytes == pytest.approx(whole.missing_bytes, rel=0.01)
 
 
-@pytest.mark.timeout(240)
-def test_searches_by_short_updates_find_plans_about_as_fast(monkeypatch: pytest.MonkeyPatch) -> None:
-    slower: list[float] = []
-    for seed, memory_bytes in itertools.product(range(6), (None, 600_000_000)):
-        problem = random_problem(seed, num_devices=3, num_layers=7, num_microbatches=128, memory_bytes=memory_bytes)
-        assert ShortEvaluator.of(LayoutEvaluator(problem)) is not None
-        found = solve(LayoutEvaluator(problem), budget=SMALL)
-        assert found.extrapolated_s is None
-        assert len(found.timing.order.updates) <= 1
-        assert found.missing_bytes == 0
-        with monkeypatch.context() as patch:
-            patch.setattr(ShortEvaluator, "of", lambda _judge: None)
-            slower.append(found.update_s / solve(LayoutEvaluator(problem), budget=SMALL).update_s)
-    # Within so small a budget either search may miss an order that the other one has found.
-    assert max(slower) <= 1.04
-    assert statistics.geometric_mean(slower) <= 1.01
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("memory_bytes", [None, 600_000_000])
+def test_searches_by_short_updates_find_plans_as_fast(seed: int, memory_bytes: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = random_problem(seed, num_devices=3, num_layers=7, num_microbatches=128, memory_bytes=memory_bytes)
+    assert ShortEvaluator.of(LayoutEvaluator(problem)) is not None
+    found = solve(LayoutEvaluator(problem), budget=SMALL)
+    assert found.extrapolated_s is None
+    assert len(found.timing.order.updates) <= 1
+    monkeypatch.setattr(ShortEvaluator, "of", lambda _judge: None)
+    assert found.update_s <= solve(LayoutEvaluator(problem), budget=SMALL).update_s * 1.01
+    assert found.missing_bytes == 0
 
 
 def test_short_updates_do_not_stand_for_limits_on_staleness() -> None:

@@ -45,7 +45,7 @@ class Iterated(IterableDataset[dict[str, Tensor]]):
 
 
 class Stateful(Iterated):
-    """A stream that goes on from a state, and counts what it gives."""
+    """A stream that counts its rows; its state is that number."""
 
     def __init__(self) -> None:
         self.at = self.begin = 0
