@@ -56,7 +56,7 @@ def require(package: str, extra: str, *, callback: str) -> None:
         raise ConfigError(f"the callback {callback!r} needs the package {package}: pip install 'raypipe[{extra}]'")
 
 
-def given_names(callbacks: Iterable[Callback | CallbackConfig | str]) -> tuple[CallbackConfig, ...]:
+def callback_configs(callbacks: Iterable[Callback | CallbackConfig | str]) -> tuple[CallbackConfig, ...]:
     """Return those of the callbacks that a configuration can name."""
     configs = (CallbackConfig(name=one) if isinstance(one, str) else one for one in callbacks)
     return tuple(config for config in configs if isinstance(config, CallbackConfig))

@@ -37,7 +37,7 @@ from raypipe.training.check_rows import check_rows
 from raypipe.training.checkpoints import Checkpoints
 from raypipe.training.checks import check_data, check_staleness, checkpoint_to_resume, late_remedy, rows_per_update
 from raypipe.training.ending import finished_result, leave
-from raypipe.training.measuring import given_profile, measured_profile
+from raypipe.training.measuring import configured_profile, measured_profile
 from raypipe.training.nonfinite import NonFiniteUpdates
 from raypipe.training.record import RunRecord, write_report
 from raypipe.training.recovery import Recovery
@@ -106,7 +106,7 @@ class Fit:
                 self.resumed = checkpoint_to_resume(folder, config, self.model, notice, may_be_done=resume == "auto")
         self.first_update = self.resumed.index.update if self.resumed else 0
         self.is_done = self.first_update >= config.run.num_updates
-        self.profile = given_profile(config, self.model)
+        self.profile = configured_profile(config, self.model)
         sizes = {1} if self.is_done else _window_sizes(config, self.first_update)
         self.strategy = run_strategy(config, self.model, plan, window_sizes=sizes)
         tokens_per_row: int | None = None

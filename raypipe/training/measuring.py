@@ -15,7 +15,7 @@ from raypipe.training.run_cluster import Notice
 from raypipe.units import counted, seconds
 
 
-def given_profile(config: TrainConfig, model: Model) -> ModelProfile | None:
+def configured_profile(config: TrainConfig, model: Model) -> ModelProfile | None:
     """Return the profile in the configured file, `None` where layers are measured or estimated.
 
     Raises:

@@ -14,7 +14,7 @@ from raypipe.actors.orders import BatchFunction
 from raypipe.actors.stage.optimizer_names import OptimizerFunction
 from raypipe.artifacts.plan import Plan
 from raypipe.callbacks.base import Callback
-from raypipe.callbacks.catalogue import given_names, make_callback
+from raypipe.callbacks.catalogue import callback_configs, make_callback
 from raypipe.callbacks.group import CallbackGroup
 from raypipe.callbacks.progress import Progress
 from raypipe.config import (
@@ -118,7 +118,7 @@ class Trainer:
             adaptation=adaptation_config or AdaptationConfig(),
             communication=communication_config or CommunicationConfig(),
             failure=failure_config or FailureConfig(),
-            callbacks=given_names(callbacks),
+            callbacks=callback_configs(callbacks),
             plan=plan,
         )
         self.callbacks = [make_callback(one) for one in callbacks]
