@@ -2,10 +2,13 @@
 
 x = log((seconds - latency) / bytes) is averaged exponentially. Two one-sided sums (CUSUM; Page, 1954) watch for a step:
 
-    up_n = max(0, up_(n-1) + z - k),  down_n = max(0, down_(n-1) - z - k)         z = (x - mean) / deviation, at most 3 either way
+    up_n = max(0, up_(n-1) + w (z - k)),  down_n = max(0, down_(n-1) - w (z + k))    z = (x - mean) / deviation, at most 3 either way
 
 Past h, the estimate restarts with the transfers since that sum was 0. With k = 0.75 and h = 9, normal noise exceeds it once in some
 10^6 transfers (Siegmund, 1985, section 2.6).
+
+A transfer counts by the square of its bytes, w = (bytes / mean bytes)^2: a burst that a shaper lets pass, and clocks that are off, change
+the seconds of all by the same, so that x varies the less the larger a transfer is.
 """
 
 from __future__ import annotations
@@ -24,6 +27,8 @@ LEAST_BYTES = 16_384
 """Fewer bytes show a link's latency, not its bandwidth."""
 _WEIGHT = 0.1
 _DEVIATION_WEIGHT = 0.05  # lower: a step must be seen before its first transfers make the deviation large
+_TYPICAL_WEIGHT = 0.05
+_MOST_COUNT = 2.0  # typical transfers: none decides alone
 _SLACK = 0.75
 _LIMIT = 9.0
 _CLIP = 3.0
@@ -56,7 +61,8 @@ class LinkEstimate:
     _first: list[float] = field(default_factory=list)
     _mean: float | None = None
     _deviation: float = 0.3
-    _age: int = 0
+    _age: float = 0.0
+    _typical_bytes: float = 0.0
     _up: float = 0.0
     _down: float = 0.0
     _since_up: list[float] = field(default_factory=list)
@@ -97,6 +103,7 @@ class LinkEstimate:
             x = max(least_x, min(self._mean, x))
         self.num_transfers += 1
         self.seen_at_s = max(at_s, self.seen_at_s)
+        count = self._counts_for(num_bytes)
         if self._mean is None:
             self._first.append(x)
             if len(self._first) == _NUM_FIRST:
@@ -104,8 +111,9 @@ class LinkEstimate:
             return False
         difference = x - self._mean
         z = max(-_CLIP, min(difference / self._deviation, _CLIP))
-        self._up, self._since_up = _summed(self._up + z - _SLACK, self._since_up, x)
-        self._down, self._since_down = _summed(self._down - z - _SLACK, self._since_down, x)
+        told = min(count, 1.0)
+        self._up, self._since_up = _summed(self._up + told * (z - _SLACK), self._since_up, x)
+        self._down, self._since_down = _summed(self._down - told * (z + _SLACK), self._since_down, x)
         if max(self._up, self._down) > _LIMIT:
             self.num_changes += 1
             # The sum may have begun to grow by chance before the step: the later ones are surely behind it.
@@ -114,11 +122,15 @@ class LinkEstimate:
             return True
         within = max(-_CLIP * self._deviation, min(difference, _CLIP * self._deviation))
         # An estimate that is young is the mean of all it has seen.
-        self._age += 1
-        self._mean += max(_WEIGHT, 1 / self._age) * within
-        self._deviation += _DEVIATION_WEIGHT * (_ABS_TO_DEVIATION * abs(within) - self._deviation)
+        self._age += count
+        self._mean += count * max(_WEIGHT, 1 / self._age) * within
+        self._deviation += count * _DEVIATION_WEIGHT * (_ABS_TO_DEVIATION * abs(within) - self._deviation)
         self._deviation = max(self._deviation, _LEAST_DEVIATION)
         return False
+
+    def _counts_for(self, num_bytes: int) -> float:
+        self._typical_bytes += (_TYPICAL_WEIGHT if self._typical_bytes else 1.0) * (num_bytes - self._typical_bytes)
+        return min((num_bytes / self._typical_bytes) ** 2, _MOST_COUNT)
 
     def _begin(self, xs: list[float]) -> None:
         self._mean = statistics.median(xs)

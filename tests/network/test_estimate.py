@@ -62,6 +62,16 @@ def test_a_drift_is_followed_without_a_step(seed: int) -> None:
     assert estimate.bandwidth_bytes_per_s == pytest.approx(2e7, rel=0.1)
 
 
+@given(seed=st.integers(0, 10_000))
+def test_what_a_shaper_lets_pass_in_a_burst_does_not_make_a_link_faster(seed: int) -> None:
+    source, estimate = random.Random(seed), LinkEstimate(LATENCY_S)
+    sizes = [600_000] * 40 + [100_000, 100_000, 600_000] * 70  # as when what passes the link waits for a slower one
+    for number, size in enumerate(sizes):
+        seconds = LATENCY_S + (size - 16_000) / 25e6 * math.exp(source.gauss(0, 0.02))
+        assert not estimate.observe(size, seconds, at_s=float(number))
+    assert estimate.bandwidth_bytes_per_s == pytest.approx(25e6, rel=0.1)
+
+
 def test_the_first_transfer_gives_an_estimate() -> None:
     estimate = LinkEstimate(LATENCY_S)
     assert estimate.bandwidth_bytes_per_s is None
