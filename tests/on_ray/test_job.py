@@ -6,7 +6,6 @@ import json
 import os
 import re
 import secrets
-import socket
 import subprocess
 import sys
 import tempfile
@@ -19,6 +18,7 @@ import pytest
 
 from raypipe.data.prepare import prepare
 from tests.on_ray.conftest import Brand
+from tests.on_ray.free_ports import free_ports
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(300)]
 
@@ -32,21 +32,6 @@ class Cluster:
 
     dashboard: str
     environment: dict[str, str]
-
-
-def free_ports(count: int) -> list[int]:
-    """Ports outside of the range from which Ray takes those of its workers."""
-    found: list[int] = []
-    for port in range(6400, 10000):
-        with socket.socket() as probe:
-            try:
-                probe.bind(("0.0.0.0", port))
-            except OSError:
-                continue
-        found.append(port)
-        if len(found) == count:
-            return found
-    raise AssertionError("no free ports")
 
 
 @pytest.fixture
