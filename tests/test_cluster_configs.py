@@ -55,7 +55,11 @@ def test_all_files_are_known_to_the_readme_and_to_these_tests() -> None:
     readme = (CONFIGS / "README.md").read_text()
     files = {str(path.relative_to(CONFIGS)) for path in CONFIGS.rglob("*") if path.is_file()} - {"README.md"}
     assert {name for name in files if f"`{name}`" not in readme} == set()
-    expected = {f"{name}.yaml" for name in NAMES} | {f"ray/{name}.yaml" for name in LAUNCHED} | {"kuberay/Dockerfile", "grafana.json", "slurm/train.sbatch"}
+    expected = (
+        {f"{name}.yaml" for name in NAMES}
+        | {f"ray/{name}.yaml" for name in LAUNCHED}
+        | {"kuberay/Dockerfile", "grafana.json", "slurm/train.sbatch"}
+    )
     assert files == expected | {f"kuberay/{name}.{kind}.yaml" for name in NAMES for kind in ("cluster", "job")}
 
 
