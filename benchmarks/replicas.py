@@ -1,15 +1,16 @@
 """Training two stages of two copies on nodes with one port each: raypipe's 2BW against the usual one, 1F1B, and torch's 1F1B with DDP.
 
     raypipe data prepare python-stdlib -o data/python-stdlib.parquet
-    python benchmarks/replicas.py [--models gpt ngram] [--systems a torch raypipe] [--data FILE] [--rounds 3] [--json FILE]
+    python benchmarks/replicas.py [--models gpt ngram] [--systems a torch raypipe] [--data FILE] [--rounds 3] [--stretch 4] [--json FILE]
 
 As root, with iproute2.
 
 `gpt` is a GPT of 5.3 million parameters (6 blocks of width 256, 1024 tokens), `ngram` the GPT with n-gram tables of
-`raypipe.models.ngram_gpt`. An update has four microbatches of 4 x 128 bytes of Python's standard library. All that leaves a node, and all
-that enters it, shares one rate. The nodes are network namespaces of this machine and share its cores. C is the time of an update of
-raypipe's order where ports have no limit; A is that of the sum of the first stage's gradients on its port. For `gpt` A is 0.55 C; `ngram`
-has twice that rate.
+`raypipe.models.ngram_gpt`. An update has four microbatches of 4 x 128 bytes of Python's standard library. All that leaves a
+node, and all that enters it, shares one rate. The nodes are network namespaces of this machine and share its cores. With `--stretch K`
+each forward and each backward of a layer takes K times its own CPU seconds in all systems, most of which it sleeps (`stretched.py`): so
+four actors do not fill two cores, and each has what a core of its own would give it. C is the time of an update of raypipe's order where
+ports have no limit; A is that of the sum of the first stage's gradients on its port. For `gpt` A is 0.55 C; `ngram` has twice that rate.
 
     a        pipedream-2bw, its sum awaited behind the last backward, over gloo
     a'       the same with each U where its version is first read
@@ -49,6 +50,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the cluster in n
 
 from communication import Cell
 from rounds import Summary, in_rounds, print_table, write_json
+from stretched import stretched
 
 from raypipe import build_schedule
 from raypipe.actors.execution.batches import FileSource
@@ -92,7 +94,7 @@ TORCH_PORT = 29500
 TIMEOUT_S = 280.0
 CONFIG = """
 format: raypipe.train/1
-model: {{function: "{function}"}}
+model: {{function: "{function}", options: {{stretch: {stretch}}}}}
 data: {{path: "{data}", sequence_length: {length}, num_validation_microbatches: 0}}
 schedule: {{updates_per_window: {window}}}
 scaling: {{transport: {transport}}}
@@ -102,28 +104,32 @@ run: {{name: "{name}", storage_path: "{folder}", num_updates: {updates}, checkpo
 """
 
 
-def gpt_model() -> Model:
+def gpt_model(*, stretch: float = 1.0) -> Model:
     """Return the GPT of 5.3 million parameters."""
-    return gpt(num_layers=6, vocabulary_size=1024, sequence_length=LENGTH)
+    return _stretched(gpt(num_layers=6, vocabulary_size=1024, sequence_length=LENGTH), stretch)
 
 
-def ngram_model() -> Model:
+def ngram_model(*, stretch: float = 1.0) -> Model:
     """Return the GPT with n-gram tables."""
-    return ngram_gpt(sequence_length=LENGTH)
+    return _stretched(ngram_gpt(sequence_length=LENGTH), stretch)
+
+
+def dense_gpt_model(*, stretch: float = 1.0) -> Model:
+    """Return the GPT without what it says of rows that are looked up, which is nothing."""
+    return _without_lookups(gpt_model(stretch=stretch))
+
+
+def dense_ngram_model(*, stretch: float = 1.0) -> Model:
+    """Return the GPT with n-gram tables without what it says of rows that are looked up."""
+    return _without_lookups(ngram_model(stretch=stretch))
+
+
+def _stretched(model: Model, factor: float) -> Model:
+    return model if factor == 1.0 else stretched(model, factor)
 
 
 def _without_lookups(model: Model) -> Model:
     return replace(model, layers=tuple(replace(layer, looked_up={}) for layer in model.layers))
-
-
-def dense_gpt_model() -> Model:
-    """Return the GPT without what it says of rows that are looked up, which is nothing."""
-    return _without_lookups(gpt_model())
-
-
-def dense_ngram_model() -> Model:
-    """Return the GPT with n-gram tables without what it says of rows that are looked up."""
-    return _without_lookups(ngram_model())
 
 
 @dataclass(frozen=True)
@@ -134,9 +140,9 @@ class Task:
     sizes: tuple[int, ...]
     rate: float
 
-    def make(self, *, dense: bool) -> Model:
+    def make(self, *, dense: bool, stretch: float = 1.0) -> Model:
         """Return the model."""
-        model: Model = globals()[self.function(dense=dense)]()
+        model: Model = globals()[self.function(dense=dense)](stretch=stretch)
         return model
 
     def function(self, *, dense: bool) -> str:
@@ -175,7 +181,7 @@ def serve_torch(options: argparse.Namespace) -> None:
     dist.init_process_group("gloo", init_method=f"tcp://{options.store}", rank=rank, world_size=NUM_DEVICES, timeout=patience)
     pipelines = [dist.new_group([number * NUM_STAGES + one for one in range(NUM_STAGES)], timeout=patience) for number in range(NUM_COPIES)]
     copies = [dist.new_group([number * NUM_STAGES + one for number in range(NUM_COPIES)], timeout=patience) for one in range(NUM_STAGES)]
-    model = task.make(dense=True)
+    model = task.make(dense=True, stretch=options.stretch)
     first = sum(task.sizes[:stage])
     layers = range(first, first + task.sizes[stage])
     module = nn.Sequential(*(build_layer(model.layers[layer], index=layer, seed=SEED) for layer in layers))
@@ -208,10 +214,11 @@ def serve_torch(options: argparse.Namespace) -> None:
     dist.destroy_process_group()
 
 
-def train_torch(machines: Cluster, task: Task, data: str, *, bucket_mb: int, num_updates: int = NUM_UPDATES) -> Run:
+def train_torch(machines: Cluster, task: Task, data: str, *, stretch: float, bucket_mb: int, num_updates: int = NUM_UPDATES) -> Run:
     """Return what torch's schedule did, a process a node."""
     store = f"{machines.nodes[0].ip}:{TORCH_PORT}"
     settings = ["--models", task.name, "--data", data, "--store", store, "--updates", str(num_updates), "--bucket-mb", str(bucket_mb)]
+    settings += ["--stretch", str(stretch)]
     with ExitStack() as stack:
         processes = [
             stack.enter_context(
@@ -302,7 +309,9 @@ def hops_ahead(profile: ModelProfile, sizes: Sequence[int], *, compute_s: float,
     return found.layout.forwards_ahead
 
 
-def config_of(machines: Cluster, task: Task, name: str, *, profile: ModelProfile, schedule: Schedule, transport: str, data: str) -> Path:
+def config_of(
+    machines: Cluster, task: Task, name: str, *, profile: ModelProfile, schedule: Schedule, transport: str, data: str, stretch: float
+) -> Path:
     """Write the plan of an order over the four nodes, and the configuration of its run."""
     plan, config = (machines.folder / f"{task.name}-{name}.{ending}" for ending in ("json", "yaml"))
     nodes = [[f"node{copy * NUM_STAGES + stage}/0" for copy in range(NUM_COPIES)] for stage in range(NUM_STAGES)]
@@ -311,6 +320,7 @@ def config_of(machines: Cluster, task: Task, name: str, *, profile: ModelProfile
     dense = not any(layer.looked_up_bytes for layer in profile.layers)
     text = CONFIG.format(
         function=f"{Path(__file__).resolve()}:{task.function(dense=dense)}",
+        stretch=stretch,
         length=LENGTH,
         data=data,
         window=UPDATES_PER_WINDOW,
@@ -349,10 +359,11 @@ def limit_ports(machines: Cluster, bytes_per_s: float) -> None:
 class Trial:
     """The systems of one model, on ports whose rate is set when they have run without a limit."""
 
-    def __init__(self, machines: Cluster, task: Task, data: str) -> None:
+    def __init__(self, machines: Cluster, task: Task, data: str, *, stretch: float) -> None:
         self.machines = machines
         self.task = task
         self.data = data
+        self.stretch = stretch
         self.whole = measured_profile(task, task.make(dense=True), data)
         self.looks_up = any(layer.looked_up for layer in task.make(dense=False).layers)
         self.rows = measured_profile(task, task.make(dense=False), data) if self.looks_up else self.whole
@@ -364,8 +375,8 @@ class Trial:
         return {"compute_s": late().update_s, "b": self._raypipe("free-b", self.whole, self.flushed, "gloo")().update_s}
 
     def _raypipe(self, name: str, profile: ModelProfile, schedule: Schedule, transport: str) -> Callable[[], Run]:
-        config = config_of(self.machines, self.task, name, profile=profile, schedule=schedule, transport=transport, data=self.data)
-        return partial(train, self.machines, config)
+        write = partial(config_of, self.machines, self.task, name, profile=profile, schedule=schedule)
+        return partial(train, self.machines, write(transport=transport, data=self.data, stretch=self.stretch))
 
     def figures(
         self, names: Sequence[str], bytes_per_s: float, *, free_s: Mapping[str, float], num_rounds: int, buckets_mb: Sequence[int]
@@ -375,7 +386,7 @@ class Trial:
         limit_ports(self.machines, bytes_per_s)
         ahead = hops_ahead(self.rows, sizes, compute_s=compute_s, bytes_per_s=bytes_per_s)
         ours = late_updates(forwards_ahead(self.two_buffers, ahead))
-        in_torch = partial(train_torch, self.machines, task, self.data)
+        in_torch = partial(train_torch, self.machines, task, self.data, stretch=self.stretch)
         tried_mb = buckets_mb if "torch" in names and len(buckets_mb) > 1 else ()
         trials_s = {size: in_torch(bucket_mb=size, num_updates=UPDATES_PER_WINDOW).update_s for size in tried_mb}
         systems: dict[str, Callable[[], Run]] = {
@@ -395,6 +406,7 @@ class Trial:
         two_buffers = [name for name in found if name not in {"b", "torch"}]
         return {
             "name": task.name,
+            "stretch": self.stretch,
             "bytes_per_s": bytes_per_s,
             "compute_s": compute_s,
             "b_without_limit_s": free_s["b"],
@@ -428,8 +440,9 @@ def print_figures(figures: dict[str, Any], *, num_rounds: int) -> None:
     compute_s, possible_s = figures["compute_s"], figures["possible_s"]
     # Where each device has a core of its own, the flush costs a pair of Ops of each stage but one.
     bubble = (NUM_MICROBATCHES + NUM_STAGES - 1) / NUM_MICROBATCHES
+    stretch = f", stretched {figures['stretch']:g} times" if figures["stretch"] != 1.0 else ""
     title = (
-        f"{figures['name']}: C {1000 * compute_s:.0f} ms, ports of {8e-6 * figures['bytes_per_s']:.0f} Mbit/s, "
+        f"{figures['name']}{stretch}: C {1000 * compute_s:.0f} ms, ports of {8e-6 * figures['bytes_per_s']:.0f} Mbit/s, "
         f"A / C {figures['sum_share']:.2f}, messages {1000 * figures['messages_s']:.0f} ms an update, possible {1000 * possible_s:.0f} ms; "
         f"forwards ahead {' '.join(map(str, figures['forwards_ahead']))}. Without a limit of ports b takes "
         f"{figures['b_without_limit_s'] / compute_s:.2f} C ({bubble:.2f} where devices do not share cores). {num_rounds} rounds"
@@ -457,6 +470,9 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--data", default="data/python-stdlib.parquet")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--bucket-mb", nargs="+", type=int, default=list(BUCKETS_MB), help="of DistributedDataParallel; all are tried")
+    parser.add_argument(
+        "--stretch", type=float, default=1.0, help="CPU seconds of forwards and backwards count this many times, in all systems"
+    )
     parser.add_argument("--without-limit", help="file of an earlier run's C, kept there by the first run that names it")
     parser.add_argument("--json", help="file for the results")
     parser.add_argument("--torch-rank", type=int, help=argparse.SUPPRESS)
@@ -475,7 +491,7 @@ def main() -> int:
     kept = Path(options.without_limit) if options.without_limit else None
     results = []
     with cluster(nodes=NUM_DEVICES, cpus_per_node=1) as machines:
-        trials = {name: Trial(machines, TASKS[name], data) for name in dict.fromkeys(["gpt", *options.models])}
+        trials = {name: Trial(machines, TASKS[name], data, stretch=options.stretch) for name in dict.fromkeys(["gpt", *options.models])}
         free_s = json.loads(kept.read_text(encoding="utf-8")) if kept is not None and kept.exists() else {}
         free_s |= {name: trial.without_limit() for name, trial in trials.items() if name not in free_s}
         if kept is not None:
