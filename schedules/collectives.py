@@ -105,8 +105,8 @@ class CollectiveOrder:
     Sums of replicas start at their G. Published weights start at the P and are awaited by the first Op behind it that reads their version,
     or by the next U. What joins several stages (sums of ties, norms), and the norm of a stage whose weights have several owners, starts
     behind a worker's last gradient or G for it, when the sums that it is made of have ended, and is awaited by the first U that needs it.
-    The norm of a tie starts right there: until the tie's sum has ended it would hold up sums of other stages, which may be awaited
-    earlier. So each worker has, for each update: sums of replicas, sums of ties, norms.
+    The norm of a tie comes behind all that starts before that U: earlier it would hold up sums of other stages until the tie's sum has
+    ended, and these may be awaited first. So each worker has, for each update: sums of replicas, sums of ties, norms.
     """
 
     def __init__(self, schedule: Schedule, devices: Sequence[Sequence[int]]) -> None:
@@ -123,12 +123,16 @@ class CollectiveOrder:
             return
         self.joints = self._joints()
         self._reductions()
+        self._joins()
+        if schedule.update_scope is UpdateScope.TIED:
+            self._join_norms_of_ties()
+
+    def _joins(self) -> None:
+        schedule = self.schedule
         for update in range(schedule.num_updates):
             for number, tie in enumerate(map(frozenset, schedule.graph.ties)):
                 if not self._is_at_hand(tie, update):
                     self._join(CollectiveKind.TIED, number, tie, update)
-                if schedule.update_scope is UpdateScope.TIED:
-                    self._join(CollectiveKind.TIED_NORM, number, tie, update)
             if schedule.update_scope is UpdateScope.GLOBAL:
                 self._join(CollectiveKind.NORM, 0, self.joints[0], update)
                 continue
@@ -219,19 +223,11 @@ class CollectiveOrder:
         collective = Collective(kind, number, update, 0, self._members(self._first_updates(stages, update)))
         for worker in self._first_updates(stages, update):
             awaits = self.awaits.setdefault(first[worker], [])
-            if kind is CollectiveKind.TIED_NORM:
-                awaits += [Start(collective), Await(collective)]
-                continue
             sums = self._sums.setdefault((worker, update), [])
             after = tuple(each for of_stages, each in sums if not of_stages.isdisjoint(stages))
             # Where copies lie on several workers, behind the sums of all stages, which these may have in another order.
             behind = range(schedule.num_stages) if after and len(schedule.pipelines) > 1 else stages
-            ends: list[Op] = []
-            for replica, pipeline in schedule.first_pipeline.items():
-                if replica.worker == worker and replica.stage in behind:
-                    ends += schedule.gradient_ops(replica, update)[-1:]
-                    ends += schedule.find(Op(OpKind.REDUCE, replica.stage, update, pipeline))
-            last = max(ends, key=lambda op: places[op].position)
+            last = self._last_gradient(worker, behind, update)
             if worker in self._joined:
                 last = max(last, self._joined[worker], key=lambda op: places[op].position)
             if worker in earlier and places[last] < places[earlier[worker]]:
@@ -242,6 +238,49 @@ class CollectiveOrder:
                 awaits.append(Await(collective))
             if not kind.is_norm and len(collective.devices) > 1:
                 sums.append((stages, collective))
+
+    def _last_gradient(self, worker: int, stages: Collection[int], update: int) -> Op:
+        """Return a worker's last Op, G included, that the gradients of an update of some stages wait for."""
+        ends: list[Op] = []
+        for replica, pipeline in self.schedule.first_pipeline.items():
+            if replica.worker == worker and replica.stage in stages:
+                ends += self.schedule.gradient_ops(replica, update)[-1:]
+                ends += self.schedule.find(Op(OpKind.REDUCE, replica.stage, update, pipeline))
+        return max(ends, key=lambda op: self.schedule.places[op].position)
+
+    def _join_norms_of_ties(self) -> None:
+        """Let norms of ties start when the sums are there, in the order in which their U stand among all that starts."""
+        places, started = self.schedule.places, self._started()
+        norms: list[tuple[int, int, Op, frozenset[int], Collective]] = []
+        for update in range(self.schedule.num_updates):
+            for number, tie in enumerate(map(frozenset, self.schedule.graph.ties)):
+                first = self._first_updates(tie, update)
+                norm = Collective(CollectiveKind.TIED_NORM, number, update, 0, self._members(first))
+                norms += [(worker, places[op].position, op, tie, norm) for worker, op in first.items()]
+        last: dict[int, Op] = {}
+        for worker, position, first_update, stages, norm in sorted(norms, key=itemgetter(0, 1)):
+            awaits = self.awaits.setdefault(first_update, [])
+            after = tuple(each for of_stages, each in self._sums.get((worker, norm.update), ()) if not of_stages.isdisjoint(stages))
+            if any(isinstance(item, Start) for item in awaits):  # the sum of the tie starts there, too
+                awaits += [Start(norm, after), Await(norm)]
+                continue
+            before = started.get(worker, [])
+            place = bisect.bisect_left(before, position, key=itemgetter(0))
+            behind = [self._last_gradient(worker, stages, norm.update), *(op for _, op in before[max(place - 1, 0) : place])]
+            behind += [last[worker]] if worker in last else []
+            last[worker] = max(behind, key=lambda op: places[op].position)
+            self.starts.setdefault(last[worker], []).append(Start(norm, after))
+            awaits.append(Await(norm))
+
+    def _started(self) -> dict[int, list[tuple[int, Op]]]:
+        """Return for each worker the Ops behind or before which it starts collectives, with their positions."""
+        starting = {op for op, starts in self.starts.items() if starts}
+        starting |= {op for op, items in self.awaits.items() if any(isinstance(item, Start) for item in items)}
+        found: dict[int, list[tuple[int, Op]]] = {}
+        for op in sorted(starting, key=lambda op: self.schedule.places[op].position):
+            place = self.schedule.places[op]
+            found.setdefault(place.worker, []).append((place.position, op))
+        return found
 
     @cached_property
     def concerned(self) -> frozenset[Op]:

@@ -108,29 +108,38 @@ def late_updates(schedule: Schedule, slots: int | None = None) -> Schedule:
 
     Under `double_buffer` update u + 2 reads first what
     update u makes: on stage s of D the sum may take (M - D + 1 + s) forwards and backwards (after TriRace, Li et al., TPDS 2024, which
-    schedules all-reduces by what depends on them). Meanwhile its gradients lie next to those of the following update. Stages that share a
-    weight and a norm keep their U, where they wait for each other.
+    schedules all-reduces by what depends on them). Meanwhile its gradients lie next to those of the following update. Where stages share a
+    weight and a norm, each U stands before their last gradient of the following update, since their sums and norms take turns.
     """
     rule, places = schedule.weight_rule, schedule.places
     if slots is None and rule.fixed_version(0) is not None:
         slots = sum(map(len, schedule.programs))
     if not slots or schedule.forward_only or any(op.kind is OpKind.PUBLISH for op in places):
         return schedule
-    kept = schedule.graph.tie_of if schedule.update_scope is UpdateScope.TIED else ()
+    in_turn = schedule.graph.tie_of if schedule.update_scope is UpdateScope.TIED else ()
     programs: list[tuple[Slot, ...]] = []
-    for program in schedule.programs:
+    for worker, program in enumerate(schedule.programs):
         waiting: dict[Op, int] = {}
         found: list[Slot] = []
         for slot in program:
-            if isinstance(slot, Op) and slot.kind is OpKind.UPDATE and slot.stage not in kept:
+            if isinstance(slot, Op) and slot.kind is OpKind.UPDATE:
                 waiting[slot] = slots
                 continue
             read = {(op.stage, rule.fixed_version(schedule.update(op))) for op in ops_of(slot) if not op.kind.per_update}
-            due = [op for op, left in waiting.items() if not left or (op.stage, op.index + 1) in read]
+            ended = {schedule.update(op) for op in ops_of(slot) if op.stage in in_turn and _is_last_gradient(schedule, op, worker)}
+            due = [
+                op
+                for op, left in waiting.items()
+                if not left or (op.stage, op.index + 1) in read or (op.stage in in_turn and op.index + 1 in ended)
+            ]
             waiting = {op: left - 1 for op, left in waiting.items() if op not in due}
             found += [*due, slot]
         programs.append((*found, *waiting))
     return replace(schedule, programs=tuple(programs))
+
+
+def _is_last_gradient(schedule: Schedule, op: Op, worker: int) -> bool:
+    return op.kind.writes_gradient and op in schedule.gradient_ops(StageReplica(worker, op.stage), schedule.update(op))[-1:]
 
 
 def forwards_ahead(schedule: Schedule, more: Sequence[int]) -> Schedule:

@@ -14,7 +14,7 @@ from raypipe.schedules.collectives import Await, CollectiveKind, Start
 from raypipe.schedules.ir import Op, OpKind, Schedule, StageGraph, UpdateScope, WeightRule, dependencies
 from raypipe.schedules.lower import Compute, Placement, lower
 from raypipe.schedules.metrics import metrics
-from raypipe.schedules.passes import over_graph, shard_optimizer
+from raypipe.schedules.passes import late_updates, over_graph, shard_optimizer
 from raypipe.schedules.reductions import add_reductions
 from raypipe.schedules.request import ScheduleRequest
 from raypipe.schedules.validate import validate
@@ -40,6 +40,8 @@ def test_every_schedule_stays_valid_and_runs_in_one_order(name: str, data: st.Da
     schedule = tied(schedule, data.draw(st.sampled_from(ties)))
     if len(schedule.pipelines) > 1 and data.draw(st.booleans()):
         schedule = shard_optimizer(schedule)
+    elif data.draw(st.booleans()):
+        schedule = late_updates(schedule, data.draw(st.sampled_from([None, 1, 3, 9])))
     validate(schedule)
     workers = tuple(
         tuple((2 * worker + number, 1 / count) for number in range(count))
@@ -96,6 +98,26 @@ def test_a_norm_over_tied_stages_is_taken_for_their_scope_only(scope: UpdateScop
     assert not starts[1]
     assert not starts[2]
     assert {collective.devices for collective in starts[0]} == {(0, 3)}
+
+
+@pytest.mark.parametrize("num_copies", [1, 2])
+def test_the_norm_of_a_tie_starts_when_the_sums_are_there_and_not_at_its_update(num_copies: int) -> None:
+    request = ScheduleRequest(4, 4, 4, update_scope=UpdateScope.TIED)
+    schedule = tied(catalogue.build("async-1f1b", request))
+    validate(schedule)
+    *_, last = lower(schedule, Placement.even(4, num_copies))
+    kinds = [CollectiveKind.TIED] if num_copies == 1 else [CollectiveKind.GRADIENTS, CollectiveKind.TIED]
+    for update in range(request.num_updates - 1):
+        norm = next(
+            item
+            for item in last.items
+            if isinstance(item, Start) and (item.collective.kind, item.collective.update) == (CollectiveKind.TIED_NORM, update)
+        )
+        assert [each.kind for each in norm.after] == kinds
+        between = last.items[last.items.index(norm) : last.items.index(Await(norm.collective))]
+        # The first stage's gradients come later: meanwhile the last one computes, and starts nothing that the norm could hold up.
+        assert sum(isinstance(item, Compute) for item in between) >= 2
+        assert not [item for item in between[1:] if isinstance(item, Start)]
 
 
 @pytest.mark.parametrize("name", ["chimera", "dualpipe"])

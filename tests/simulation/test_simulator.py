@@ -18,10 +18,10 @@ from raypipe.artifacts.topology import Device as TopologyDevice
 from raypipe.artifacts.trace import Source, SpanKind, Trace
 from raypipe.schedules import catalogue
 from raypipe.schedules.collectives import Await, Collective, CollectiveKind, Start
-from raypipe.schedules.ir import Op, OpKind, Schedule, UpdateScope, WeightRule, dependencies, ops_of
+from raypipe.schedules.ir import Op, OpKind, Schedule, StageGraph, UpdateScope, WeightRule, dependencies, ops_of
 from raypipe.schedules.lower import Compute, Placement, lower
 from raypipe.schedules.metrics import metrics
-from raypipe.schedules.passes import evaluation, shard_optimizer
+from raypipe.schedules.passes import evaluation, late_updates, over_graph, shard_optimizer
 from raypipe.schedules.reductions import add_reductions
 from raypipe.schedules.request import ScheduleRequest
 from raypipe.schedules.validate import validate
@@ -105,6 +105,20 @@ def test_bubbles_are_those_of_the_zero_bubble_paper(name: str, small: float, lar
         schedule = build(name, devices, microbatches, update_scope=UpdateScope.STAGE)
         trace = run_equal(schedule, forward, input_grad + weight_grad, weight_grad, latency)
         assert trace.bubble_ratio == pytest.approx(expected, abs=5.1e-5)
+
+
+@pytest.mark.parametrize(("name", "slots"), [("async-1f1b", 3), ("pipedream-2bw", None)])
+def test_late_updates_of_tied_stages_wait_for_neither_sum_nor_norm(name: str, slots: int | None) -> None:
+    schedule = build(name, 4, 4, num_updates=8, update_scope=UpdateScope.TIED)
+    schedule = over_graph(schedule, StageGraph(4, schedule.graph.edges, ((0, 3),)))
+    late = late_updates(schedule, slots)
+    validate(late)
+    waits = [span for span in run_equal(schedule, latency_s=0.3).spans if span.kind is SpanKind.COLLECTIVE]
+    assert {span.name.split(" ")[0] for span in waits} == {"tied", "tied_norm"}
+    trace = run_equal(late, latency_s=0.3)
+    behind_the_window = max(span.end_s for span in trace.spans if span.name.startswith("3B"))
+    assert not [span for span in trace.spans if span.kind is SpanKind.COLLECTIVE and span.end_s <= behind_the_window]
+    assert trace.steady_update_s < run_equal(schedule, latency_s=0.3).steady_update_s
 
 
 def test_zb_h2_is_free_of_bubbles_only_where_updates_wait_for_their_own_stage() -> None:

@@ -26,8 +26,9 @@ from raypipe.model import Layer, Model, Tie
 from raypipe.models.gpt import gpt
 from raypipe.models.mlp import mlp
 from raypipe.schedules.catalogue import build
+from raypipe.schedules.collectives import Await, CollectiveKind, Start
 from raypipe.schedules.ir import Schedule, UpdateScope, WeightRule
-from raypipe.schedules.lower import Placement
+from raypipe.schedules.lower import DeviceProgram, Item, Placement
 from raypipe.schedules.passes import evaluation, over_graph, recompute, shard_optimizer
 from raypipe.schedules.request import ScheduleRequest
 from raypipe.schedules.validate import validate
@@ -172,6 +173,34 @@ def test_a_weight_counts_once_in_the_norm_of_every_scope(scope: UpdateScope, nam
     model = tied_mlp()
     schedule = build(name, ScheduleRequest(4, NUM_MICROBATCHES, 2, update_scope=scope))
     check_training(pipeline(model, schedule, sharded=sharded), model, scope, 2, clipped_together=groups_of(scope))
+
+
+def norms_at_updates(program: DeviceProgram) -> DeviceProgram:
+    """Return the program in which norms of ties start where they are awaited."""
+    items: list[Item] = []
+    for item in program.items:
+        is_norm = isinstance(item, Start | Await) and item.collective.kind is CollectiveKind.TIED_NORM
+        if is_norm and isinstance(item, Start):
+            continue
+        items += [Start(item.collective), item] if is_norm and isinstance(item, Await) else [item]
+    return dataclasses.replace(program, items=tuple(items))
+
+
+@pytest.mark.parametrize("name", ["async-1f1b", "pipedream-2bw", "amdp"])
+def test_norms_of_ties_that_start_early_clip_to_the_last_bit_as_those_at_the_update(name: str) -> None:
+    model = tied_mlp((("layer-0", "linear.weight"), ("layer-3", "linear.weight")), num_layers=4)
+    found = []
+    for moved in (False, True):
+        run = pipeline(model, build(name, ScheduleRequest(4, 4, 4, update_scope=UpdateScope.TIED)))
+        if moved:
+            run.programs = tuple(map(norms_at_updates, run.programs))
+        norms = [norms_of(run.run_window(), scope=UpdateScope.TIED) for _ in range(2)]
+        found.append((norms, layers_of(run)))
+    assert all(norm > MAX_GRAD_NORM for window in found[0][0] for norm in window.values())
+    assert found[0][0] == found[1][0]
+    for early, late in zip(found[0][1].values(), found[1][1].values(), strict=True):
+        for one, other in zip(early, late, strict=True):
+            assert all(torch.equal(mine, theirs) for mine, theirs in zip(one, other, strict=True))
 
 
 @pytest.mark.parametrize("scope", UpdateScope)
