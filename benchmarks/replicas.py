@@ -12,9 +12,10 @@ each forward and each backward of a layer takes K times its own CPU seconds in a
 four actors do not fill two cores, and each has what a core of its own would give it. C is the time of an update of raypipe's order where
 ports have no limit; A is that of the sum of the first stage's gradients on its port. For `gpt` A is 0.55 C; `ngram` has twice that rate.
 
-    a        pipedream-2bw, its sum awaited behind the last backward, over gloo
+    a        pipedream-2bw, its sum started and awaited behind the last backward, as one vector, over gloo
     a'       the same with each U where its version is first read
-    b        1F1B with a flush and the sum behind it, over gloo
+    b        1F1B with a flush and the sum behind it, as one vector, over gloo
+    c        as a, in buckets that leave as they are complete, the first of them inside the last backward
     torch    torch.distributed.pipelining's 1F1B, each stage in DistributedDataParallel, over gloo; the fastest of several bucket sizes
     dense    2BW with scheduled communication: U where its version is first read, forwards ahead, over raypipe's own connections
     raypipe  the same; rows of gradients instead of whole ones where a model looks up a table
@@ -72,6 +73,7 @@ from raypipe.planning.problem import Problem
 from raypipe.profiling.profiler import model_profile
 from raypipe.schedules.ir import Schedule, UpdateScope
 from raypipe.schedules.passes import forwards_ahead, late_updates
+from raypipe.schedules.reductions import add_reductions
 from tests.multinode.cluster import Cluster, cluster
 from tests.multinode.network import finish
 from tests.on_ray.plans import plan_of
@@ -87,7 +89,7 @@ NUM_UPDATES = 3 * UPDATES_PER_WINDOW
 SUM_SHARE = 0.55
 BUCKETS_MB = (1, 4, 25)
 """The last is the default of DistributedDataParallel."""
-SYSTEMS = ("a", "a'", "b", "torch", "dense", "raypipe")
+SYSTEMS = ("a", "a'", "b", "c", "torch", "dense", "raypipe")
 SEED = 0
 OPTIMIZER = OptimizerConfig(max_grad_norm=None)
 TORCH_PORT = 29500
@@ -274,6 +276,11 @@ def order(name: str) -> Schedule:
     )
 
 
+def undivided(schedule: Schedule) -> Schedule:
+    """Return the order with the sums of each stage as one vector, behind its last backward."""
+    return add_reductions(schedule, replicated_workers=range(NUM_STAGES))
+
+
 def ports(bytes_per_s: float) -> ClusterTopology:
     """Return four nodes, all that leaves or enters each of which shares a rate."""
     topology = Cell("replicas", NUM_STAGES, NUM_COPIES, NUM_MICROBATCHES, sum_share=0.0, message_s=0.0).topology()
@@ -372,7 +379,7 @@ class Trial:
     def without_limit(self) -> dict[str, float]:
         """Return the seconds of an update where ports have no limit: C, and that of `b`."""
         late = self._raypipe("free", self.whole, late_updates(self.two_buffers), "tcp")
-        return {"compute_s": late().update_s, "b": self._raypipe("free-b", self.whole, self.flushed, "gloo")().update_s}
+        return {"compute_s": late().update_s, "b": self._raypipe("free-b", self.whole, undivided(self.flushed), "gloo")().update_s}
 
     def _raypipe(self, name: str, profile: ModelProfile, schedule: Schedule, transport: str) -> Callable[[], Run]:
         write = partial(config_of, self.machines, self.task, name, profile=profile, schedule=schedule)
@@ -390,9 +397,10 @@ class Trial:
         tried_mb = buckets_mb if "torch" in names and len(buckets_mb) > 1 else ()
         trials_s = {size: in_torch(bucket_mb=size, num_updates=UPDATES_PER_WINDOW).update_s for size in tried_mb}
         systems: dict[str, Callable[[], Run]] = {
-            "a": self._raypipe("a", self.whole, self.two_buffers, "gloo"),
-            "a'": self._raypipe("a-late", self.whole, late_updates(self.two_buffers), "gloo"),
-            "b": self._raypipe("b", self.whole, self.flushed, "gloo"),
+            "a": self._raypipe("a", self.whole, undivided(self.two_buffers), "gloo"),
+            "a'": self._raypipe("a-late", self.whole, undivided(late_updates(self.two_buffers)), "gloo"),
+            "b": self._raypipe("b", self.whole, undivided(self.flushed), "gloo"),
+            "c": self._raypipe("c", self.whole, self.two_buffers, "gloo"),
             "torch": partial(in_torch, bucket_mb=min(buckets_mb, key=lambda size: trials_s.get(size, 0.0))),
         }
         if self.looks_up:
