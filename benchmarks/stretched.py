@@ -1,8 +1,9 @@
 """Models that take several times their own CPU seconds: few cores serve many stages, each as if it had a core of its own.
 
-A layer computes, and then sleeps until its forward, or its backward, has taken `factor` times the CPU seconds that its thread has used; so
-does the loss. What a stage waits for others is no CPU second and is not stretched, nor are updates. Outputs, gradients and names of weights
-are those of the model itself. Layers return one tensor; backwards are whole, not divided into I and W.
+A layer computes, and then sleeps until its forward, or its backward, has taken `factor` times the fewest CPU seconds that it has needed
+so far: those of an undisturbed core, once some microbatches have passed. So does the loss. What a stage waits for others is no CPU second
+and is not stretched, nor are updates, nor sums that begin inside a backward. Outputs, gradients and names of weights are those of the model
+itself. Layers return one tensor; backwards are whole, not divided into I and W.
 """
 
 from __future__ import annotations
@@ -23,26 +24,33 @@ from raypipe.models.waiting import sleep
 
 
 def stretched(model: Model, factor: float) -> Model:
-    """Return the model, whose layers and loss take `factor` times their CPU seconds."""
+    """Return the model, whose layers and loss take `factor` times their CPU seconds; each process makes its own."""
     layers = tuple(replace(layer, build=partial(_layer, layer.build, factor)) for layer in model.layers)
-    return replace(model, layers=layers, loss=partial(_loss, model.loss, factor))
+    return replace(model, layers=layers, loss=partial(_loss, model.loss, _Stretch(factor)))
 
 
 @dataclass
 class Span:
-    """A piece of work, which `stretch` makes longer."""
+    """A piece of work, which `stretch` makes longer; `least_s` are the fewest CPU seconds so far until each call of `stretch`."""
 
     factor: float
+    least_s: list[float]
     began_s: float = 0.0
     began_cpu_s: float = 0.0
+    num_calls: int = 0
 
     def begin(self) -> None:
         """Count from now on."""
-        self.began_s, self.began_cpu_s = time.perf_counter(), time.thread_time()
+        self.began_s, self.began_cpu_s, self.num_calls = time.perf_counter(), time.thread_time(), 0
 
     def stretch(self) -> None:
-        """Sleep until the work has taken `factor` times the CPU seconds that this thread has used for it."""
-        left_s = self.factor * (time.thread_time() - self.began_cpu_s) - (time.perf_counter() - self.began_s)
+        """Sleep until the work has taken `factor` times the fewest CPU seconds that any thread has used for it."""
+        used_s = time.thread_time() - self.began_cpu_s
+        if self.num_calls == len(self.least_s):
+            self.least_s.append(used_s)
+        least_s = self.least_s[self.num_calls] = min(used_s, self.least_s[self.num_calls])
+        self.num_calls += 1
+        left_s = self.factor * least_s - (time.perf_counter() - self.began_s)
         if left_s > 0:
             sleep(left_s)
 
@@ -69,13 +77,15 @@ class _Stretch:
     """Stretches one call after the other, each with its backward."""
 
     def __init__(self, factor: float) -> None:
-        self._forward, self._backward = Span(factor), Span(factor)
+        self._forward = Span(factor, [])
+        self._backward_least_s: list[float] = []
+        self._backward = Span(factor, self._backward_least_s)
         self._factor = factor
         self._has_inputs = False
 
     def inputs(self, given: tuple[Any, ...]) -> tuple[Any, ...]:
         """Begin a forward; return its inputs, where its backward ends."""
-        self._backward = Span(self._factor)
+        self._backward = Span(self._factor, self._backward_least_s)
         marked = tuple(_marked(self._backward.stretch, value) for value in given)
         self._has_inputs = any(one is not other for one, other in zip(marked, given, strict=True))
         self._forward.begin()
@@ -113,7 +123,6 @@ def _layer(build: Callable[[], nn.Module], factor: float) -> nn.Module:
     return module
 
 
-def _loss(loss: Callable[[Tensor, Batch], Tensor], factor: float, output: Tensor, batch: Batch) -> Tensor:
-    stretch = _Stretch(factor)
+def _loss(loss: Callable[[Tensor, Batch], Tensor], stretch: _Stretch, output: Tensor, batch: Batch) -> Tensor:
     (inside,) = stretch.inputs((output,))
     return stretch.output(loss(inside, batch))
