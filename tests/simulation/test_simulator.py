@@ -121,6 +121,17 @@ def test_late_updates_of_tied_stages_wait_for_neither_sum_nor_norm(name: str, sl
     assert trace.steady_update_s < run_equal(schedule, latency_s=0.3).steady_update_s
 
 
+def test_sums_of_late_updates_are_due_by_the_first_forward_that_reads_their_version() -> None:
+    programs = lower(late_updates(build("pipedream-2bw", 2, 4, num_updates=6)), Placement.even(2, 2))
+    order = CompiledOrder(programs)
+    for (program, number), position in order.deadlines.items():
+        update, stage = order.collectives[number].update, order.collectives[number].stage
+        behind = [item for item in programs[program].items[position:] if isinstance(item, Compute)]
+        assert behind[0].ops == (Op(OpKind.UPDATE, stage, update),)
+        if update < 4:  # of the last two, no forward of the window reads the version
+            assert (behind[1].ops, behind[1].versions) == ((Op(OpKind.FORWARD, stage, 4 * (update + 2)),), (update + 1,))
+
+
 def test_zb_h2_is_free_of_bubbles_only_where_updates_wait_for_their_own_stage() -> None:
     one_update_s = run_equal(build("zb-h2", 4, 12)).makespan_s
     of_stage = run_equal(build("zb-h2", 4, 12, num_updates=6, update_scope=UpdateScope.STAGE))
