@@ -79,6 +79,8 @@ class Model:
         vocabulary_size: Number of tokens that the model knows, if it reads tokens; data with more is refused.
         needs: For each thing that batches must have, the fields any of which will do, such as `(("labels", "targets"),)`, beside the
             fields that `Layer.batch` names.
+        is_masked: Whether it predicts tokens that are hidden in the rows. The targets of a token file are the next tokens, with which such
+            a model learns nothing; it is refused.
 
     Raises:
         ConfigError: Names repeat, an input is unknown or later, layers take each other's outputs in a circle, a branch is in pieces,
@@ -93,6 +95,7 @@ class Model:
     loss_weight: Callable[[Batch], Tensor] | None = None
     vocabulary_size: int | None = None
     needs: tuple[tuple[str, ...], ...] = ()
+    is_masked: bool = False
 
     def __post_init__(self) -> None:
         if not self.layers:

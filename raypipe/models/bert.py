@@ -44,7 +44,7 @@ def bert(
         causal=False,
     )
     head = partial(MaskedHead, d_model=d_model, vocabulary_size=vocabulary_size, dtype=float_type(dtype))
-    return Model(layers=(*body, Layer("head", head)), loss=cross_entropy)
+    return Model(layers=(*body, Layer("head", head)), loss=cross_entropy, is_masked=True)
 
 
 class MaskedHead(nn.Module):

@@ -60,7 +60,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gpt2": {},
     "opt": {"word_embed_proj_dim": 32, "ffn_dim": 48},
 }
-SCHEDULES = (("1f1b", 4, 1), ("zb-h1", 3, 1), ("interleaved", 2, 2), ("amdp-flush", 2, 1))
+SCHEDULES = (("1f1b", 4, 1), ("zb-h1", 3, 1), ("interleaved", 2, 2), ("amdp-flush", 4, 1))
 
 
 def train_pipeline(
@@ -155,7 +155,7 @@ def test_a_family_that_raypipe_does_not_name_needs_no_code(family: str, tmp_path
 
 
 @pytest.mark.filterwarnings("default::FutureWarning")  # PEFT calls what transformers has renamed
-@pytest.mark.parametrize("schedule", [("zb-h1", 3, 1), ("amdp-flush", 2, 1)], ids=["zb-h1", "amdp-flush"])
+@pytest.mark.parametrize("schedule", [("zb-h1", 3, 1), ("amdp-flush", 4, 1)], ids=["zb-h1", "amdp-flush"])
 def test_adapters_train_as_peft_trains_them(schedule: tuple[str, int, int], tmp_path: Path) -> None:
     peft = pytest.importorskip("peft")
     lora = {"r": 2, "lora_alpha": 4, "target_modules": ["q_proj", "down_proj"]}

@@ -8,14 +8,15 @@ from pathlib import Path
 import pytest
 import torch
 
+from raypipe.actors.execution.faults import FaultKind, FaultScript
 from raypipe.cli import main
-from raypipe.config import OptimizerConfig, RunConfig, ScalingConfig, ScheduleConfig
+from raypipe.config import FailureConfig, OptimizerConfig, RunConfig, ScalingConfig, ScheduleConfig
 from raypipe.training.result import Result
 from raypipe.training.trainer import Trainer
 from tests.models.transformers_models import TextRows, save, small_config, train_with_transformers
 
 transformers = pytest.importorskip("transformers")
-pytestmark = [pytest.mark.ray, pytest.mark.timeout(240), pytest.mark.filterwarnings("default")]
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(240), pytest.mark.filterwarnings("default"), pytest.mark.usefixtures("local_ray")]
 
 LEARNING_RATE = 1e-2
 ADAMW = OptimizerConfig(
@@ -39,7 +40,7 @@ def train(folder: str, runs: Path, *, num_updates: int, resume: bool = False) ->
     ).fit(resume=resume)
 
 
-@pytest.mark.usefixtures("local_ray", "shared_actors")
+@pytest.mark.usefixtures("shared_actors")
 def test_ten_updates_of_a_resumed_run_equal_those_of_transformers_and_are_exported(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -57,3 +58,26 @@ def test_ten_updates_of_a_resumed_run_equal_those_of_transformers_and_are_export
     exported = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "exported", dtype=torch.float64).state_dict()
     assert exported.keys() == weights.keys()
     assert max(float((exported[name] - weights[name]).abs().max()) for name in weights) < 1e-8
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "pipedream-2bw"])
+def test_a_recovered_run_has_the_losses_of_a_run_without_a_fault(schedule: str, tmp_path: Path) -> None:
+    folder = save(small_config("llama", tie_word_embeddings=True), tmp_path / "model", dtype=torch.float32)
+
+    def losses(name: str, faults: FaultScript | None) -> tuple[tuple[float, ...], int]:
+        result = Trainer(
+            f"hf:{folder}",
+            batches=rows,
+            schedule_config=ScheduleConfig(name=schedule, num_microbatches=4, microbatch_size=2, updates_per_window=3),
+            optimizer_config=ADAMW,
+            scaling_config=ScalingConfig(num_devices=2),
+            run_config=RunConfig(name=name, storage_path=str(tmp_path / "runs"), num_updates=9),
+            failure_config=FailureConfig(max_failures=3 if faults else 0, copy_share=1.0),
+            faults=faults,
+        ).fit()
+        return tuple(result.losses), len(result.recoveries)
+
+    calm, _ = losses("calm", None)
+    struck, num_recoveries = losses("struck", FaultScript().fail_at(device=1, before="1B2", kind=FaultKind.KILL, window=1))
+    assert struck == calm
+    assert num_recoveries == 1

@@ -5,12 +5,14 @@ Every layer runs the forward of the model itself, so masks, rotary embeddings, s
     whole model         embed_tokens -> layers.0 -> layers.1 -> layers.2 -> norm -> lm_head
     layer "block-1"     (identity)   -> (entry)  -> layers.1 -> (passes) -> (identity)
 
-What the model computes before its first block is thrown away, and the input of the layer enters in its place.
+What the model computes before its first block is thrown away, and the input of the layer enters in its place. Of a model of several
+towers, a layer runs the forward of its own tower, and the head that of the whole model, which both inputs enter.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+import inspect
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -21,33 +23,55 @@ from torch import Tensor, nn
 
 from raypipe.errors import ConfigError
 from raypipe.models.huggingface.lora import Lora
-from raypipe.models.huggingface.parts import EMBEDDING, HEAD, Parts
+from raypipe.models.huggingface.parts import HEAD, Parts, Tower
 from raypipe.models.huggingface.source import Source, library
 
+IMAGE = "pixel_values"
+"""Field of images [rows, channels, height, width], which the embedding alone takes."""
 FIELDS = ("tokens", "input_ids", "attention_mask", "position_ids", "token_type_ids")
-"""Fields of a batch that a model takes if the batch has them; `tokens` are `input_ids` of token files."""
-_ATTRIBUTES_OF_TORCH = frozenset(nn.Module().__dict__)
+"""Fields of a batch that a model of texts takes if the batch has them; `tokens` are `input_ids` of token files."""
+
+
+_PICKS_TOKENS = "ForSequenceClassification"
+"""In the name of a model whose head looks at the tokens to find the last one of a row."""
 
 
 class _Absent(nn.Module):
-    """A module of another layer: returns its first argument, and answers for the attributes that the model reads of its blocks."""
+    """A module of another layer: returns its first argument, and answers for the attributes that the model reads of it.
+
+    Args:
+        original: The module itself, on the device `meta`.
+    """
 
     def __init__(self, original: nn.Module) -> None:
         super().__init__()
-        for name, value in original.__dict__.items():
-            if name not in _ATTRIBUTES_OF_TORCH and not isinstance(value, nn.Module | Tensor):
-                setattr(self, name, value)
+        self.__dict__["original"] = original  # no child, so that its weights are none of this layer
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if "original" not in self.__dict__:
+                raise
+            return getattr(self.__dict__["original"], name)
 
     def forward(self, *arguments: Any, **keywords: Any) -> Any:
         return arguments[0] if arguments else next(value for value in keywords.values() if value is not None)
 
 
-class _AbsentEmbedding(nn.Module):
-    """An embedding of another layer, whose output is thrown away: passes embedded inputs on, and adds nothing for anything else."""
+class _AbsentEmbedding(_Absent):
+    """An embedding of another layer, whose output is thrown away: returns what enters behind it, which has the right shape.
+
+    Args:
+        entry: What enters the first block, if anything does.
+    """
+
+    def __init__(self, original: nn.Module, entry: Sequence[Tensor]) -> None:
+        super().__init__(original)
+        self.__dict__["entry"] = entry
 
     def forward(self, *arguments: Any, **keywords: Any) -> Any:
-        given = [*arguments, *keywords.values()]
-        return next((value for value in given if isinstance(value, Tensor) and value.is_floating_point()), torch.zeros(()))
+        return self.__dict__["entry"][0]
 
 
 class _Constants:
@@ -82,22 +106,32 @@ class HuggingFaceLayer(nn.Module):
         super().__init__()
         # The whole model is no child, so that names have no prefix; its children are, and are the very same modules.
         self.__dict__["whole"] = model
-        self.base = parts.base
+        self.tower = parts.tower_of(layer)
         self.layer = layer
         self.own = tuple(name for name, owner in parts.modules() if owner == layer)
         for name, child in model.named_children():
             self.add_module(name, child)
-        self._entry: list[Tensor] = []
-        if layer != EMBEDDING:
-            first = model.get_submodule(f"{parts.blocks}.0")
-            first.register_forward_pre_hook(partial(_enter, self._entry), with_kwargs=True)
+        for name in parts.weights if layer == HEAD else ():
+            self.register_parameter(name, getattr(model, name))
+        self._towers: Sequence[Tower] = parts.towers if self.tower is None else (self.tower,)
+        self.is_embedding = self.tower is not None and layer == self.tower.layers[0]
+        for tower in () if self.is_embedding else self._towers:
+            first = model.get_submodule(f"{tower.blocks}.0")
+            first.register_forward_pre_hook(partial(_enter, model.entries[tower.base]), with_kwargs=True)
+        self._takes = frozenset(inspect.signature(self._run().forward).parameters)
         self._constants = _Constants(model)
+
+    def _run(self) -> Any:
+        """Return the model whose forward this layer runs."""
+        whole = self.__dict__["whole"]
+        return whole if self.tower is None else getattr(whole, self.tower.base)
 
     def cost_structure(self) -> object:
         """Return what blocks of one cost have in common: their own modules, and not where in the model these stand."""
-        model = self.__dict__["whole"]
-        is_end = self.layer in {EMBEDDING, HEAD}
-        return self if is_end else (self.base, model.config, [model.get_submodule(name) for name in self.own])
+        whole = self.__dict__["whole"]
+        if self.tower is None or self.is_embedding:
+            return self
+        return (self.tower.base, whole.config, [whole.get_submodule(name) for name in self.own])
 
     def train(self, mode: bool = True) -> HuggingFaceLayer:
         """Set the mode of the model, too."""
@@ -106,22 +140,35 @@ class HuggingFaceLayer(nn.Module):
         return self
 
     def forward(self, *inputs: Tensor, **fields: Tensor) -> Tensor:
-        """Return the layer's output: hidden states [rows, positions, width], or of the head logits [rows, positions, vocabulary]."""
+        """Return the layer's output: hidden states [rows, positions, width], or of the head logits [rows, ...]."""
         self._constants.restore()
-        tokens = fields.pop("tokens", None)
-        input_ids = fields.pop("input_ids", tokens)
-        model = self.__dict__["whole"]
-        if self.layer == EMBEDDING:
-            if input_ids is None:
+        if "tokens" in fields:
+            fields = {"input_ids": fields["tokens"]} | {name: field for name, field in fields.items() if name != "tokens"}
+        if self.is_embedding:
+            if not {"input_ids", IMAGE} & fields.keys():
                 raise ConfigError("the batch has neither the field 'input_ids' nor 'tokens'; a transformers model reads one of them")
-            hidden: Tensor = getattr(model, self.base)(input_ids=input_ids, **fields).last_hidden_state
+            hidden: Tensor = self._run()(**fields).last_hidden_state
             return hidden
-        self._entry[:] = inputs
-        run = model if self.layer == HEAD else getattr(model, self.base)
-        result = run(inputs_embeds=inputs[0], **fields)
-        self._entry.clear()
-        output: Tensor = result.logits if self.layer == HEAD else result.last_hidden_state
+        entries = self.__dict__["whole"].entries
+        for tower, tensor in zip(self._towers, inputs, strict=True):
+            entries[tower.base][:] = [tensor]
+        result = self._run()(**self._given(inputs, fields))
+        for entry in entries.values():
+            entry.clear()
+        if self.tower is not None:
+            output: Tensor = result.last_hidden_state
+        else:
+            output = result.logits if len(self._towers) == 1 else result.logits_per_text
         return output
+
+    def _given(self, inputs: Sequence[Tensor], fields: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return the arguments of the forward; embeddings are passed by, so that any tensor of the right shape serves for an image."""
+        given = dict(fields)
+        reads_tokens = self.tower is None and _PICKS_TOKENS in type(self.__dict__["whole"]).__name__
+        if "inputs_embeds" in self._takes and not (reads_tokens and "input_ids" in fields):
+            given.pop("input_ids", None)
+            return given | {"inputs_embeds": inputs[0]}
+        return given | ({IMAGE: inputs[-1]} if IMAGE in self._takes else {})
 
 
 def _enter(entry: list[Tensor], _: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> tuple[Any, Any]:
@@ -162,6 +209,11 @@ class LayerMaker:
         namespace = {"__module__": kind.__module__, "__init__": _partial_init(kind, self.parts, layer)}
         options: dict[str, Any] = {"state_dict": {}} if source is None else {"revision": source.revision, "ignore_mismatched_sizes": True}
         partly: Any = type(kind.__name__, (kind,), namespace)
+        if torch.get_default_device().type == "meta":  # only names and shapes are asked for
+            model = partly(self.config).to(self.dtype)
+            if self.lora is not None:
+                self.lora.insert(model)
+            return HuggingFaceLayer(model, self.parts, layer)
         with quiet(library()):
             model, info = partly.from_pretrained(
                 None if source is None else source.name, config=self.config, dtype=self.dtype, output_loading_info=True, **options
@@ -178,17 +230,28 @@ def _partial_init(kind: Any, parts: Parts, layer: str) -> Any:
 
     def init(self: Any, config: Any) -> None:
         kind.__init__(self, config)
+        self.__dict__["entries"] = {tower.base: [] for tower in parts.towers}
         for name, owner in parts.modules():
             if owner != layer:
                 parent, _, attribute = name.rpartition(".")
-                original = self.get_submodule(name)
-                setattr(self.get_submodule(parent), attribute, _AbsentEmbedding() if owner == EMBEDDING else _Absent(original))
+                setattr(
+                    self.get_submodule(parent), attribute, _absent(self.get_submodule(name), parts.tower_of(owner), owner, self.entries)
+                )
+        if layer != HEAD:
+            for name in parts.weights:
+                del self._parameters[name]
         names = {name for name, _ in self.named_parameters(remove_duplicate=False)}
         ties = self.all_tied_weights_keys
         self.all_tied_weights_keys = {target: origin for target, origin in ties.items() if {target, origin} <= names}
         self.absent_ties = {target for target, origin in ties.items() if origin not in names}
 
     return init
+
+
+def _absent(original: nn.Module, tower: Tower | None, owner: str, entries: Mapping[str, Sequence[Tensor]]) -> nn.Module:
+    if tower is not None and owner == tower.layers[0]:
+        return _AbsentEmbedding(original, entries[tower.base])
+    return _Absent(original)
 
 
 def _check_loaded(info: Mapping[str, Any], layer: str, source: Source, *, tied: Collection[str]) -> None:

@@ -1,4 +1,4 @@
-"""The losses of language models over the labels that count, as transformers takes them, but in float64 where logits are."""
+"""The losses of models over the labels that count, as transformers takes them, but in float64 where logits are."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from raypipe.model import Batch
 
 IGNORED = -100
 """Label of a position that the loss leaves out."""
-AHEAD = {"causal-lm": 1, "masked-lm": 0}
-"""By the head of a model, how many positions labels are ahead of the logits that predict them."""
+AHEAD = {"causal-lm": 1, "masked-lm": 0, "token-classification": 0, "sequence-classification": 0, "image-classification": 0}
+"""By the head of a model with labels, how many positions labels are ahead of the logits that predict them."""
 
 
 def mean_over_targets(logits: Tensor, batch: Batch, *, ahead: int) -> Tensor:
     """Return the mean cross entropy over the targets that count, in float32 at least.
 
     Args:
-        logits: [rows, positions, vocabulary].
-        batch: `labels` [rows, positions], or `targets`, which stand where they are predicted.
+        logits: [rows, positions, vocabulary], or [rows, classes].
+        batch: `labels` [rows, positions] or [rows], or `targets`, which stand where they are predicted.
         ahead: How many positions labels are ahead of the logits that predict them.
 
     Raises:
@@ -46,3 +46,15 @@ def targets_of(batch: Batch, *, ahead: int) -> Tensor:
             "For a causal model, labels are a copy of input_ids, with -100 where nothing is to be learned"
         )
     return batch["targets"]
+
+
+def contrastive(logits: Tensor, batch: Batch) -> Tensor:
+    """Return the mean cross entropy of finding each text's image and each image's text among those of the microbatch.
+
+    Args:
+        logits: [texts, images], the pairs on the diagonal (Radford et al., 2021, arXiv:2103.00020, figure 3).
+        batch: Not read.
+    """
+    exact = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    pairs = torch.arange(len(exact), device=exact.device)
+    return (functional.cross_entropy(exact, pairs) + functional.cross_entropy(exact.t(), pairs)) / 2

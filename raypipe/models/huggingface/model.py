@@ -1,4 +1,4 @@
-"""The function behind `hf:PATH`: a language model of Hugging Face transformers as a pipeline."""
+"""The function behind `hf:PATH`: a model of Hugging Face transformers as a pipeline."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ import torch
 
 from raypipe.errors import ConfigError, UnknownNameError
 from raypipe.model import Layer, Model, Tie
-from raypipe.models.huggingface.layers import FIELDS, LayerMaker, quiet
+from raypipe.models.huggingface.layers import FIELDS, IMAGE, LayerMaker, quiet
 from raypipe.models.huggingface.lora import Lora
-from raypipe.models.huggingface.losses import AHEAD, mean_over_targets, num_targets
-from raypipe.models.huggingface.parts import Parts, parts_of
-from raypipe.models.huggingface.source import Source, class_of, dtype_of, library
+from raypipe.models.huggingface.losses import AHEAD, contrastive, mean_over_targets, num_targets
+from raypipe.models.huggingface.parts import HEAD, Parts, Tower, parts_of
+from raypipe.models.huggingface.source import CAUSAL, MASKED, PAIRS, Source, class_of, dtype_of, library
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class Described:
         source: Where it comes from.
         config: Its configuration, with the values that the options change.
         kind: The class of the whole model.
-        head: `causal-lm` or `masked-lm`.
+        head: What the model is trained for, such as `causal-lm`.
         skeleton: The whole model without memory for its weights.
         parts: Which modules belong to which layer.
         dtype: Type of the weights that the optimizer steps.
@@ -71,6 +71,10 @@ def describe(
     source = Source(path, revision)
     settings = source.config(config or {})
     kind, head = class_of(settings, head)
+    if head.endswith("classification") and (settings.problem_type or "single_label_classification") != "single_label_classification":
+        raise ConfigError(
+            f"hf:{path}: raypipe trains heads with one label of several, not {settings.problem_type}; describe a loss of your own"
+        )
     skeleton = _skeleton(kind, settings, attention)
     adapters = None if lora is None else Lora.of(lora)
     if adapters is not None:
@@ -89,11 +93,13 @@ def huggingface(
     revision: str | None = None,
     lora: Mapping[str, Any] | None = None,
 ) -> Model:
-    """Return a language model of transformers, cut at its blocks: `embedding`, `block-0`, `block-1`, ..., `head`.
+    """Return a model of transformers, cut at its blocks: `embedding`, `block-0`, `block-1`, ..., `head`.
 
     Layers run the forward of the model's own class, and their weights have the names that they have there. Batches have the fields
-    `input_ids` and `labels`, as the model takes them, or `tokens` and `targets` of a token file; where they have `attention_mask`,
-    `position_ids` or `token_type_ids`, the model takes these, too. The loss is the mean over the labels that are not -100.
+    `input_ids` or `pixel_values`, and `labels`, as the model takes them, or `tokens` and `targets` of a token file; where they have
+    `attention_mask`, `position_ids` or `token_type_ids`, the model takes these, too. The loss is the mean over the labels that are not
+    -100. CLIP has two branches, `text-embedding`, `text-block-0`, ... and `image-embedding`, `image-block-0`, ..., which meet in the head;
+    its loss is contrastive and takes no labels.
 
     Args:
         path: Folder that `save_pretrained` or `raypipe export` wrote, or a name on the Hub. Every node must be able to read it.
@@ -101,7 +107,8 @@ def huggingface(
         dtype: Type of the weights that the optimizer steps: float32, bfloat16, float16, float64, or `auto` for that of the configuration.
         attention: Implementation of attention, such as `sdpa` or `eager`; left out for transformers' choice.
         config: Values of the model's configuration to change, such as `{"num_hidden_layers": 4}`.
-        head: `causal-lm`, `masked-lm`, or `auto` for that of the configuration.
+        head: `causal-lm`, `masked-lm`, `sequence-classification`, `token-classification`, `image-classification`, `contrastive`, or `auto`
+            for that of the configuration.
         revision: Version of the model on the Hub.
         lora: Arguments of PEFT's `LoraConfig`, such as `{"r": 8, "target_modules": ["q_proj", "v_proj"]}`: adapters are trained, and
             all other weights stay as they are. Left out to train all weights.
@@ -114,7 +121,6 @@ def huggingface(
     described = describe(path, dtype=dtype, attention=attention, config=config, head=head, revision=revision, lora=lora)
     if weights == "pretrained":
         described.source.check_weights()
-    ahead = AHEAD[described.head]
     make = LayerMaker(
         described.kind,
         described.skeleton.config,
@@ -123,14 +129,35 @@ def huggingface(
         dtype=described.dtype,
         lora=described.lora,
     )
-    return Model(
-        layers=tuple(Layer(name, partial(make, name), batch_if_present=FIELDS) for name in described.parts.layers),
-        loss=partial(mean_over_targets, ahead=ahead),
-        loss_weight=partial(num_targets, ahead=ahead),
-        ties=described.ties,
-        needs=(("input_ids", "tokens"), ("labels", "targets")),
-        vocabulary_size=described.config.get_text_config().vocab_size,
-    )
+    return _model(described, make)
+
+
+def _model(described: Described, make: LayerMaker) -> Model:
+    head, parts = described.head, described.parts
+    images = {tower.base for tower in parts.towers if getattr(described.skeleton, tower.base).main_input_name == IMAGE}
+    reads_text = len(images) < len(parts.towers)
+    layers = [layer for tower in parts.towers for layer in _tower_layers(tower, make, is_image=tower.base in images)]
+    ends = tuple(tower.layers[-1] for tower in parts.towers)
+    layers.append(Layer(HEAD, partial(make, HEAD), inputs=ends, batch_if_present=FIELDS if reads_text else ()))
+    needs = ((("input_ids", "tokens"),) if reads_text else ()) + (((IMAGE,),) if images else ())
+    common: dict[str, Any] = {
+        "layers": tuple(layers),
+        "ties": described.ties,
+        "vocabulary_size": described.config.get_text_config().vocab_size if reads_text else None,
+    }
+    if head == PAIRS:
+        return Model(loss=contrastive, loss_couples_rows=True, needs=needs, **common)
+    loss = partial(mean_over_targets, ahead=AHEAD[head])
+    weight = partial(num_targets, ahead=AHEAD[head])
+    labels = ("labels", "targets") if head in {CAUSAL, MASKED} else ("labels",)
+    return Model(loss=loss, loss_weight=weight, is_masked=head == MASKED, needs=(*needs, labels), **common)
+
+
+def _tower_layers(tower: Tower, make: LayerMaker, *, is_image: bool) -> list[Layer]:
+    embedding, *blocks = tower.layers
+    first = Layer(embedding, partial(make, embedding), batch_if_present=(IMAGE,) if is_image else FIELDS, branch=tower.branch)
+    fields = () if is_image else FIELDS
+    return [first, *(Layer(name, partial(make, name), batch_if_present=fields, branch=tower.branch) for name in blocks)]
 
 
 def _skeleton(kind: Any, config: Any, attention: str | None) -> Any:

@@ -11,8 +11,18 @@ from typing import Any
 import torch
 
 from raypipe.errors import ConfigError, UnknownNameError, suggestion
+from raypipe.models.huggingface.parts import has_towers
 
-_HEADS = {"causal-lm": "MODEL_FOR_CAUSAL_LM_MAPPING", "masked-lm": "MODEL_FOR_MASKED_LM_MAPPING"}
+CAUSAL, MASKED, PAIRS = "causal-lm", "masked-lm", "contrastive"
+_HEADS = {
+    CAUSAL: "MODEL_FOR_CAUSAL_LM_MAPPING",
+    MASKED: "MODEL_FOR_MASKED_LM_MAPPING",
+    "sequence-classification": "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING",
+    "token-classification": "MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING",
+    "image-classification": "MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING",
+    PAIRS: "MODEL_MAPPING",
+}
+"""Heads, and transformers' tables of the models that have them; a pair of towers is its own head."""
 _WEIGHT_FILES = ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.bin.index.json")
 _DTYPES = ("float32", "bfloat16", "float16", "float64")
 
@@ -100,7 +110,7 @@ class Source:
 
 
 def class_of(config: Any, head: str) -> tuple[Any, str]:
-    """Return the class of the whole model and its head, by `head`: `auto`, `causal-lm` or `masked-lm`.
+    """Return the class of the whole model and its head, by `head`: `auto`, or a name.
 
     Raises:
         ConfigError: transformers has no such class for this model.
@@ -109,11 +119,22 @@ def class_of(config: Any, head: str) -> tuple[Any, str]:
     if head not in {"auto", *_HEADS}:
         raise UnknownNameError("head", head, ("auto", *_HEADS))
     named = {getattr(transformers, name, None) for name in config.architectures or ()}
-    heads = list(_HEADS) if head == "auto" else [head]
-    found = [(kind, name) for name in heads if (kind := getattr(transformers, _HEADS[name]).get(type(config), None)) is not None]
+    of_towers = [PAIRS] if has_towers(config.model_type) else []
+    heads = [*of_towers, *(name for name in _HEADS if name != PAIRS)] if head == "auto" else [head]
+    if head == PAIRS and not of_towers:
+        heads = []
+    found = [(kind, name) for name in heads for kind in _kinds(getattr(transformers, _HEADS[name]).get(type(config), None))]
     if not found:
-        raise ConfigError(f"transformers' model {config.model_type!r} has no head for {' or '.join(heads)}; raypipe takes language models")
+        raise ConfigError(
+            f"transformers' model {config.model_type!r} has no head for {' or '.join(heads or [head])}; raypipe takes language models and "
+            "classifiers, and pairs of towers such as clip"
+        )
     return next(((kind, name) for kind, name in found if kind in named), found[0])
+
+
+def _kinds(found: Any) -> tuple[Any, ...]:
+    # Some of transformers' tables have several classes for a model.
+    return () if found is None else found if isinstance(found, tuple) else (found,)
 
 
 def dtype_of(name: str, config: Any) -> torch.dtype:
