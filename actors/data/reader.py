@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -25,6 +26,21 @@ _COLLATE = 1
 """Beside the number of a row, what tells the seed of a collation from that of the row."""
 
 
+class NewestPosition:
+    """Keeps the newest saved position of a stream, so that a reader that starts again goes on from there."""
+
+    def __init__(self, text: str) -> None:
+        self._text = text
+
+    def put(self, text: str) -> None:
+        """Take a newer position."""
+        self._text = text
+
+    def get(self) -> str:
+        """Return the position."""
+        return self._text
+
+
 class RowReader:
     """The rows of one split of the user's data, made into fields.
 
@@ -34,14 +50,16 @@ class RowReader:
         source: `DataSource.packed`.
         num_kept: Pieces of rows, as asked for, that are kept.
         mark_every: Rows between two positions of a stream that are remembered.
-        start: `Position.text` where a stream begins.
+        start: Returns the `Position.text` where a stream begins; each time that the process starts.
     """
 
-    def __init__(self, source: bytes, split: str, *, num_kept: int, mark_every: int, start: str = "") -> None:
+    def __init__(
+        self, source: bytes, split: str, *, num_kept: int, mark_every: int, start: Callable[[], str] = str
+    ) -> None:
         self._source: DataSource = cloudpickle.loads(source)
         self._split = split
         self._collate = self._source.collator()
-        self._rows = self._source.open(split, mark_every=mark_every, start=Position.from_text(start))
+        self._rows = self._source.open(split, mark_every=mark_every, start=Position.from_text(start()))
         self._num_kept = num_kept
         self._kept: OrderedDict[tuple[int, int], dict[str, Tensor]] = OrderedDict()
         self._form: dict[str, tuple[list[int], torch.dtype]] = {}
@@ -51,6 +69,11 @@ class RowReader:
     def is_stream(self) -> bool:
         """Whether rows can only be read one after the other."""
         return isinstance(self._rows, RowStream)
+
+    @property
+    def num_rows(self) -> int | None:
+        """Rows of an epoch; `None` for a stream."""
+        return None if isinstance(self._rows, RowStream) else len(self._rows)
 
     def rows(self, first: int, count: int, share: tuple[float, float]) -> Packed:
         """Return a share of the fields of `count` rows from number `first` on.

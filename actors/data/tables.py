@@ -45,6 +45,9 @@ class RowTable:
         if not self._size:
             raise ConfigError(f"the {split} data has no row; it has the length 0")
 
+    def __len__(self) -> int:
+        return self._size
+
     def read(self, first: int, count: int) -> list[Row]:
         """Return `count` rows from number `first` on, counted over all epochs."""
         rows: list[Row] = []

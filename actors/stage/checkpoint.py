@@ -128,6 +128,10 @@ class Checkpoint:
         """
         return _load_layer(self.folder, layer, self.index.layers[layer])
 
+    def load_weights(self, layer: int) -> dict[str, Tensor]:
+        """Return the weights and buffers of one layer; of a file on this machine, nothing else is read. Raises `FormatError`."""
+        return _load_layer(self.folder, layer, self.index.layers[layer], is_wanted=lambda name: not name.startswith(OPTIMIZER))
+
 
 def load_modules(checkpoint: Checkpoint, model: Model) -> list[nn.Module]:
     """Return a checkpoint's layers as modules, for models that fit into this process.
@@ -139,7 +143,7 @@ def load_modules(checkpoint: Checkpoint, model: Model) -> list[nn.Module]:
     tie_layers(model, dict(enumerate(modules)), seed=checkpoint.index.seed)
     state = without_aliases(nn.ModuleList(modules))
     for index, (layer, module) in enumerate(zip(model.layers, modules, strict=True)):
-        weights = {name: tensor for name, tensor in checkpoint.load_layer(index).items() if not name.startswith(OPTIMIZER)}
+        weights = checkpoint.load_weights(index)
         file = f"{checkpoint.path}/{layer_file(index, layer.name)}"
         expected = {name.partition(".")[2]: tensor for name, tensor in state.items() if name.partition(".")[0] == str(index)}
         if {name: tensor.shape for name, tensor in expected.items()} != {name: tensor.shape for name, tensor in weights.items()}:
@@ -177,16 +181,22 @@ def _storage(folder: str | os.PathLike[str] | Storage) -> Storage:
     return folder if isinstance(folder, Storage) else Storage.at(folder)
 
 
-def _load_layer(folder: Storage, index: int, name: str) -> dict[str, Tensor]:
+def _load_layer(
+    folder: Storage, index: int, name: str, *, is_wanted: Callable[[str], bool] = lambda _: True
+) -> dict[str, Tensor]:
     file = layer_file(index, name)
     path = f"{folder.name}/{file}"
     try:
         if folder.size(file) is None:
             raise FormatError(path, "", f"the checkpoint has no layer {index} {name!r}; was it made by another model?")
-        loaded: dict[str, Tensor] = safetensors.torch.load_file(path) if folder.is_local else safetensors.torch.load(folder.read(file))
+        if folder.is_local:
+            opened: Any = safe_open(path, framework="pt")
+            with opened as tensors:
+                return {key: tensors.get_tensor(key) for key in tensors.keys() if is_wanted(key)}  # noqa: SIM118  # it is no mapping
+        loaded = safetensors.torch.load(folder.read(file))
+        return {key: tensor for key, tensor in loaded.items() if is_wanted(key)}
     except (SafetensorError, OSError) as error:
         raise _damaged(path, error) from None
-    return loaded
 
 
 def _check_readable(folder: Storage, name: str) -> None:

@@ -8,12 +8,26 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from raypipe.analysis.idle import IDLE, divide
 from raypipe.artifacts.plan import Plan
 from raypipe.artifacts.trace import Trace
 from raypipe.config import TrainConfig
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class Forward(Protocol):
+    """The model of a run, which its stages hold, as a function of rows."""
+
+    @property
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """Shape of a row of each field of the training data; empty where the driver could not read them."""
+
+    def __call__(self, fields: Mapping[str, Tensor]) -> Tensor:
+        """Return the output of the last layer for the fields of some rows; raises `ConfigError` or `RunError`."""
 
 
 @dataclass
@@ -28,6 +42,8 @@ class Run:
         first_update: Updates that were done when this process began.
         update: Updates that are done.
         stop_reason: Why a callback asked the run to end; empty if none did.
+        forward: The model in eval mode, over rows of one's own: from the first window to the last, while the stages hold it and wait.
+        logged: The newest value of each figure that callbacks have logged.
     """
 
     name: str
@@ -38,6 +54,9 @@ class Run:
     read_metrics: Callable[[], list[dict[str, Any]]] = field(repr=False, default=list)
     update: int = 0
     stop_reason: str = ""
+    forward: Forward | None = field(repr=False, default=None)
+    write_metrics: Callable[[dict[str, Any]], None] | None = field(repr=False, default=None)
+    logged: dict[str, float] = field(default_factory=dict)
 
     @property
     def num_updates(self) -> int:
@@ -47,6 +66,12 @@ class Run:
     def stop(self, reason: str) -> None:
         """End the run after the window that is done, with checkpoint, trace and `Result`; the first reason counts."""
         self.stop_reason = self.stop_reason or reason
+
+    def log(self, name: str, value: float) -> None:
+        """Record a figure of one's own: in `metrics.jsonl` now, and with `Window.figures`, so with all loggers, from the next window on."""
+        self.logged[name] = float(value)
+        if self.write_metrics is not None:
+            self.write_metrics({"update": self.update, name: float(value)})
 
     def settings(self) -> dict[str, Any]:
         """Return the configuration as values by name, for logs elsewhere: without callbacks, whose options may have passwords."""
@@ -108,6 +133,7 @@ class Window:
         plan: The plan that ran.
         validation_loss: Of the last evaluation; `None` before the first.
         links: Bytes per second that each link between two nodes carries, as last seen; empty on one node.
+        logged: Figures that callbacks have logged.
     """
 
     updates: tuple[Update, ...]
@@ -119,6 +145,7 @@ class Window:
     num_updates_left: int
     validation_loss: float | None = None
     links: Mapping[tuple[str, str], float] = field(default_factory=dict)
+    logged: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def update(self) -> int:
@@ -171,6 +198,7 @@ class Window:
             "tokens_per_s": self.tokens_per_s,
             "bubble_ratio": self.bubble_ratio,
         }
+        known |= self.logged
         known |= {f"idle_ratio/{cause}": share for cause, share in self.idle_ratios.items()}
         known |= {f"peak_memory_bytes/{device}": peak for device, peak in self.peak_memory_bytes.items()}
         known |= {f"link_bytes_per_s/{source} -> {target}": rate for (source, target), rate in self.links.items()}

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 
 from raypipe.callbacks.base import Callback
 from raypipe.callbacks.events import End, Evaluation, Failure, Phase, RecoveredFailure, Run, SavedCheckpoint, Window
-from raypipe.errors import CallbackError, RaypipeError
+from raypipe.errors import CallbackError, RaypipeError, StageFailedError, TransportError
 
 _LOG = logging.getLogger("raypipe.callbacks")
 
@@ -66,6 +66,7 @@ class CallbackGroup:
 
     def evaluation(self, evaluation: Evaluation) -> None:
         """Pass on a validation loss."""
+        self.run.update = evaluation.update
         self._call("on_evaluation", lambda callback: callback.on_evaluation(self.run, evaluation))
 
     def checkpoint(self, checkpoint: SavedCheckpoint) -> None:
@@ -100,6 +101,8 @@ class CallbackGroup:
                 continue  # it failed to take the notice that another one has failed
             try:
                 call(callback)
+            except (StageFailedError, TransportError):  # a device failed while the callback used it, and the run recovers
+                raise
             except Exception as error:
                 self._drop(_named(callback, hook, error), callback, error)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from types import TracebackType
 from typing import Any
 
@@ -9,7 +10,7 @@ import ray
 from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from raypipe.actors.data.reader import RowReader
+from raypipe.actors.data.reader import NewestPosition, RowReader
 from raypipe.actors.data.served import Readers
 from raypipe.actors.data.source import DataSource
 from raypipe.config import TrainConfig
@@ -22,7 +23,7 @@ _MOST_CALLS = 64  # that a reader answers at once: those of all stages, most of 
 class RowReaders:
     """Reads the rows of each split in processes of their own, which end with the `with` block.
 
-    They run on the driver's node while it has room, and start again where one is lost, from where they began.
+    They run on the driver's node while it has room, and start again where one is lost: a stream from its newest saved position.
 
     Args:
         is_stream: Whether the training rows can only be read one after the other, by one process.
@@ -41,11 +42,13 @@ class RowReaders:
         # The last stage asks for a microbatch when the first is at most an update, or a microbatch for each device, ahead.
         num_kept = 2 * (schedule.num_microbatches + config.scaling.num_devices + data.prefetch)
         mark_every = schedule.num_microbatches * schedule.microbatch_size
+        newest = ray.remote(NewestPosition).options(scheduling_strategy=here, num_cpus=0, max_restarts=-1).remote
+        self._newest = newest(start) if is_stream else None
         handles: dict[str, tuple[Any, ...]] = {}
         for split in source.data:
             is_train = split == Split.TRAIN
             count = data.num_readers if is_train and not is_stream else 1
-            begin = start if is_train else ""
+            begin = partial(_begin, self._newest, start, timeout_s=self._timeout_s) if is_train and is_stream else str
             handles[split] = tuple(make(packed, split, num_kept=num_kept, mark_every=mark_every, start=begin) for _ in range(count))
         self._handles = handles
 
@@ -56,6 +59,8 @@ class RowReaders:
         for handles in self._handles.values():
             for handle in handles:
                 ray.kill(handle)
+        if self._newest is not None:
+            ray.kill(self._newest)
 
     def batches(self, microbatch_size: int) -> Readers:
         """Return how actors get their rows."""
@@ -70,10 +75,21 @@ class RowReaders:
         if not self._is_stream:
             return None
         try:
-            return str(ray.get(self._handles[Split.TRAIN][0].position.remote(row), timeout=self._timeout_s))
+            found = str(ray.get(self._handles[Split.TRAIN][0].position.remote(row), timeout=self._timeout_s))
         except RayTaskError as error:
             raise (
                 error.cause if isinstance(error.cause, RaypipeError) else RunError(f"asking for the position of the data: {error}")
             ) from error
         except (GetTimeoutError, RayError) as error:
             raise RunError(f"the process that reads the data does not answer: {error}") from error
+        if self._newest is not None:
+            self._newest.put.remote(found)
+        return found
+
+
+def _begin(newest: Any, start: str, *, timeout_s: float) -> str:
+    """Return the newest saved position; where its keeper is lost, that from which the run began."""
+    try:
+        return str(ray.get(newest.get.remote(), timeout=timeout_s))
+    except (GetTimeoutError, RayError):
+        return start

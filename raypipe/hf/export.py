@@ -72,10 +72,14 @@ def export(
         model = model.merge_and_unload()
     if dtype is not None:
         model.to(dtype_of(dtype, described.config))
+    # Under another name until all is there, so that a folder of this name is whole.
+    partial = folder.with_name(f"{folder.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
     with quiet(library()):
         _set_generation(model, described.source)
-        model.save_pretrained(folder, max_shard_size=max_shard_size)
-        _copy_tokenizer(described.source, folder)
+        model.save_pretrained(partial, max_shard_size=max_shard_size)
+        _copy_tokenizer(described.source, partial)
+    partial.replace(folder)
     return folder
 
 

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from raypipe.actors.stage.checkpoint import Checkpoint
-from raypipe.actors.stage.state import OPTIMIZER
 from raypipe.artifacts.checkpoint_files import finished_folders
 from raypipe.errors import ConfigError, FormatError
 from raypipe.models.huggingface.layers import quiet
@@ -86,8 +85,7 @@ class Trained:
     def _weights(self) -> dict[str, Tensor]:
         weights: dict[str, Tensor] = {}
         for index in range(len(self.checkpoint.index.layers)):
-            state = self.checkpoint.load_layer(index)
-            weights |= {name: tensor for name, tensor in state.items() if not name.startswith(OPTIMIZER)}
+            weights |= self.checkpoint.load_weights(index)
         return weights
 
 

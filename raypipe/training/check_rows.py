@@ -1,10 +1,11 @@
-"""Checks the user's data on the driver, before anything starts: its first rows must have what the model takes."""
+"""Checks the user's data on the driver, before anything starts: its first rows must have what the model takes, and be enough."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import MappingProxyType
 from typing import NamedTuple
 
 import numpy as np
@@ -13,7 +14,9 @@ import torch
 
 from raypipe.actors.data.reader import RowReader, unpacked
 from raypipe.actors.data.source import DataSource, is_ray_dataset
-from raypipe.actors.execution.batches import WHOLE, share_of
+from raypipe.actors.execution.batches import WHOLE, BatchSource, FieldBatches, MaskedTokenBatches, TokenBatches, share_of
+from raypipe.actors.orders import BatchFunction
+from raypipe.config import TrainConfig
 from raypipe.data.samples import Split
 from raypipe.errors import ConfigError, suggestion
 from raypipe.model import Batch, Model
@@ -25,10 +28,19 @@ _TOKENS = ("input_ids", "tokens")
 
 
 class CheckedRows(NamedTuple):
-    """What the first rows of the data tell: whether training rows are a stream, and how many tokens each has, if any."""
+    """What is known of training rows before a run.
 
-    is_stream: bool
+    Attributes:
+        is_stream: Whether they can only be read one after the other.
+        tokens_per_row: Tokens of each, if they have tokens.
+        num_rows: Rows of an epoch; `None` if that is not known.
+        first: The first microbatch; empty if it can be read on the cluster only.
+    """
+
+    is_stream: bool = False
     tokens_per_row: int | None = None
+    num_rows: int | None = None
+    first: Batch = MappingProxyType({})
 
 
 def check_rows(source: DataSource, model: Model, *, microbatch_size: int) -> CheckedRows:
@@ -51,10 +63,62 @@ def check_rows(source: DataSource, model: Model, *, microbatch_size: int) -> Che
             batch = unpacked(reader.rows(0, microbatch_size, WHOLE))
             _check_fields(batch, model, where=f"the {split} data")
             lengths = [batch[name].shape[1] for name in _TOKENS if name in batch and batch[name].dim() == 2]
-            found[split] = CheckedRows(reader.is_stream, next(iter(lengths), None))
+            found[split] = CheckedRows(reader.is_stream, next(iter(lengths), None), reader.num_rows, batch)
     if ray.is_initialized() and not was_connected:
         ray.shutdown()  # Ray Data starts a cluster where there is none, which is not that of the run
     return found[Split.TRAIN]
+
+
+def rows_of_batches(batches: BatchFunction, model: Model) -> CheckedRows:
+    """Return what is known of the rows of `batches`, of which the first microbatch is checked where this machine can read it.
+
+    Raises:
+        ConfigError: As `check_rows`.
+    """
+    num_rows: int | None = None
+    with _generators_kept():
+        try:
+            rows = batches(Split.TRAIN)
+            num_rows = _num_rows(rows)
+            first = rows.batch(0, WHOLE)
+            is_batch = all(isinstance(tensor, torch.Tensor) and tensor.dim() for tensor in first.values())
+        except Exception:  # it may work on the actors, which tell if it does not
+            return CheckedRows()
+        if not is_batch:
+            return CheckedRows()
+        _check_fields(first, model, where="the first microbatch of `batches`")
+    return CheckedRows(num_rows=num_rows, first=first)
+
+
+def _num_rows(rows: BatchSource) -> int | None:
+    match rows:
+        case TokenBatches() | MaskedTokenBatches():
+            return rows.dataset.num_sequences
+        case FieldBatches():
+            return rows.dataset.num_rows
+    return None
+
+
+def check_epoch(num_rows: int | None, config: TrainConfig, *, notice: Callable[[str], None]) -> None:
+    """Refuse training rows that are not enough for one update; tell `notice` how often a run reads them, if more than once.
+
+    Raises:
+        ConfigError: Says how many rows there are, and how many an update reads.
+    """
+    per_update = config.schedule.num_microbatches * config.schedule.microbatch_size
+    if num_rows is None:
+        return
+    if num_rows < per_update:
+        raise ConfigError(
+            f"the training data has {num_rows} rows, but an update reads {per_update} (schedule.num_microbatches times "
+            "schedule.microbatch_size), so that it would read some of them twice; take more data, shorter rows, or fewer rows an update"
+        )
+    num_updates = config.run.num_updates
+    if num_updates * per_update > num_rows:
+        notice(
+            f"the training data has {num_rows} rows, which is {num_rows / per_update:.4g} updates: {num_updates} updates read it "
+            f"{num_updates * per_update / num_rows:.3g} times"
+        )
 
 
 def _check_fields(batch: Batch, model: Model, *, where: str) -> None:
@@ -64,6 +128,7 @@ def _check_fields(batch: Batch, model: Model, *, where: str) -> None:
                 near = suggestion(name, batch)
                 raise ConfigError(f"layer {layer.name!r} takes the field {name!r}{near}; {where} has {', '.join(batch)}")
     model.check_fields(batch, where=where)
+    _check_tokens(batch, model, where=where)
     if model.loss_weight is None:
         return
     try:
@@ -79,6 +144,18 @@ def _check_fields(batch: Batch, model: Model, *, where: str) -> None:
         raise ConfigError(
             f"loss_weight of the model is {whole:g} for the first microbatch of {where}, but {sum(halves):g} for its two halves together; "
             "return the sum over the rows, not a mean"
+        )
+
+
+def _check_tokens(batch: Batch, model: Model, *, where: str) -> None:
+    tokens = next((batch[name] for name in _TOKENS if name in batch), None)
+    if model.vocabulary_size is None or tokens is None or not tokens.numel():
+        return
+    largest = int(tokens.max())
+    if largest >= model.vocabulary_size:
+        raise ConfigError(
+            f"{where} has the token {largest}, but the model knows {model.vocabulary_size} tokens, 0 to {model.vocabulary_size - 1}; make "
+            "tokens with the model's own tokenizer"
         )
 
 

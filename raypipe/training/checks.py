@@ -271,6 +271,13 @@ def check_data(config: TrainConfig, model: Model, *, vocabulary_size: object) ->
         if config.run.sample_bytes:
             raise ConfigError(f"run.sample_bytes needs a file of tokens, {data.path} holds named fields; set it to 0")
         return 1
+    if model.is_masked:
+        raise ConfigError(
+            f"the model predicts hidden tokens, but the targets of the token file {data.path} are the next tokens; leave it out, and "
+            f"give Trainer(..., batches=MaskedTokenSource({data.path!r}, ...)), which hides some, or name a function in data.train that "
+            "makes rows with labels"
+        )
+    model.check_fields(("tokens", "targets"), where=data.path)
     for split in splits:
         tokens = TokenDataset(data.path, sequence_length=data.sequence_length, seed=0, split=split)
     if isinstance(vocabulary_size, int) and vocabulary_size < tokens.vocabulary_size:

@@ -27,16 +27,18 @@ from raypipe.cluster.row_readers import RowReaders
 from raypipe.cluster.signals import JOB_WAIT, StopRequest
 from raypipe.cluster.state_copies import StateCopies
 from raypipe.cluster.window import WindowResult
-from raypipe.config import AUTO, TrainConfig
+from raypipe.config import AUTO, Precision, TrainConfig
 from raypipe.errors import NonFiniteError, RaypipeError, RunError, RunTakenOverError
 from raypipe.model import Model
 from raypipe.schedules.families import branch_aware
 from raypipe.schedules.metrics import metrics
 from raypipe.training.adaptive import Adaptation, AdaptiveStrategy
-from raypipe.training.check_rows import check_rows
+from raypipe.training.check_layers import DraftLayers
+from raypipe.training.check_rows import CheckedRows, check_epoch, check_rows, rows_of_batches
 from raypipe.training.checkpoints import Checkpoints
 from raypipe.training.checks import check_data, check_staleness, checkpoint_to_resume, late_remedy, rows_per_update
 from raypipe.training.ending import finished_result, leave
+from raypipe.training.forwards import Forwards
 from raypipe.training.measuring import configured_profile, measured_profile
 from raypipe.training.nonfinite import NonFiniteUpdates
 from raypipe.training.record import RunRecord, write_report
@@ -109,20 +111,18 @@ class Fit:
         self.profile = configured_profile(config, self.model)
         sizes = {1} if self.is_done else _window_sizes(config, self.first_update)
         self.strategy = run_strategy(config, self.model, plan, window_sizes=sizes)
-        tokens_per_row: int | None = None
-        if config.data.path:
-            num_tokens = check_data(config, self.model, vocabulary_size=keyword(model, config.model.options, "vocabulary_size"))
-            tokens_per_row = num_tokens if num_tokens > 1 else None
-        if self.source is not None:
-            checked = check_rows(self.source, self.model, microbatch_size=config.schedule.microbatch_size)
-            self.is_stream, tokens_per_row = checked
+        rows = self._check_rows(model)
+        self.is_stream, self.first_rows = rows.is_stream, rows.first
+        self.draft = None if self.is_done else self._check_layers(rows)
+        if self.draft is not None:
+            self._check_room(folder or RunFolder.planned(config.run.storage_path, config.run.name), self.draft.weight_bytes())
         self.folder = folder or RunFolder.create(config.run.storage_path, config.run.name)
         if folder is None:
             self._lock(self.folder)
             self.folder.begin(config)
         elif self.resumed is None:
             self.folder.restart(config)
-        self.record = RunRecord(config, self.folder, self.callbacks, tokens_per_row=tokens_per_row, first_update=self.first_update)
+        self.record = RunRecord(config, self.folder, self.callbacks, tokens_per_row=rows.tokens_per_row, first_update=self.first_update)
         self.coordinator: Coordinator
         self.adaptation: Adaptation | None = None
         self.sums: SumAdaptation
@@ -142,6 +142,34 @@ class Fit:
         self.nonfinite = NonFiniteUpdates(config.run.on_nonfinite, can_repeat=config.failure.max_failures > 0, notice=notice)
         self.num_done = self.first_update
         self.is_told = False
+        self.is_between = False
+        """Whether the stages hold the model and wait."""
+
+    def _check_rows(self, model: str | Callable[..., Model]) -> CheckedRows:
+        config = self.config
+        if self.source is not None:
+            rows = check_rows(self.source, self.model, microbatch_size=config.schedule.microbatch_size)
+        else:
+            num_tokens = 1
+            if config.data.path:
+                num_tokens = check_data(config, self.model, vocabulary_size=keyword(model, config.model.options, "vocabulary_size"))
+            rows = rows_of_batches(self.batches, self.model)._replace(tokens_per_row=num_tokens if num_tokens > 1 else None)
+        if not self.is_done:
+            check_epoch(rows.num_rows, config, notice=self.notice)
+        return rows
+
+    def _check_layers(self, rows: CheckedRows) -> DraftLayers | None:
+        """Return the layers without memory if they can be made; refuse what can be known to fail of them."""
+        draft = DraftLayers.of(self.model_function(compile_layers=False))
+        if draft is not None:
+            check_patterns(self.config.optimizer, draft.weight_names())
+            # In low precision, stages cast what they take.
+            if rows.first and self.config.model.precision is Precision.FLOAT32:
+                draft.check_forward(rows.first)
+        return draft
+
+    def _check_room(self, folder: RunFolder, weight_bytes: int) -> None:
+        folder.check_room(weight_bytes, num_to_keep=self.config.run.num_to_keep, notice=self.notice)
 
     def _folder_to_resume(self, resume: Resume) -> RunFolder | None:
         run = self.config.run
@@ -246,8 +274,13 @@ class Fit:
             config=self.config,
             first_update=self.first_update,
             read_metrics=folder.metrics,
+            forward=Forwards(self.model, self.first_rows, self._between),
+            write_metrics=self.record.add_figures,
             update=self.first_update,
         )
+
+    def _between(self) -> tuple[Coordinator, Strategy] | None:
+        return (self.coordinator, self.strategy) if self.is_between else None
 
     @contextlib.contextmanager
     def _told_if_interrupted(self) -> Iterator[None]:
@@ -294,8 +327,9 @@ class Fit:
         notice(f"building {counted(strategy.schedule.num_stages, 'stage')}")
         sizes = coordinator.build(self._build_order())
         strategy.check_layers(sizes)
-        self.folder.check_room(sum(size.parameter_bytes for size in sizes.values()), num_to_keep=self.config.run.num_to_keep, notice=notice)
-        check_patterns(self.config.optimizer, [name for size in sizes.values() for name in size.weights])
+        if self.draft is None:  # what else is known before actors start
+            self._check_room(self.folder, sum(size.parameter_bytes for size in sizes.values()))
+            check_patterns(self.config.optimizer, [name for size in sizes.values() for name in size.weights])
         if self.resumed is not None:
             coordinator.load(self.resumed.folder)
             # Only now: a run that cannot be resumed leaves its folder as it was.
@@ -398,6 +432,7 @@ class Fit:
             self.checkpoints.begin()
             while True:
                 try:
+                    self.is_between = True
                     self._report(done)
                     is_end = done == run.num_updates or self.stop.came or (done > 0 and bool(self.callbacks.stop_reason))
                     self._between_windows(done, result, is_end=is_end)
@@ -405,6 +440,7 @@ class Fit:
                         checkpoint = self.checkpoints.finish(done)
                     if is_end:
                         break
+                    self.is_between = False
                     size = _window_size(self.config, done)
                     skipped = self.nonfinite.skipped(done, size)
                     result = self.coordinator.run_window(f"train-{size}", num_updates=size, first_update=done, skipped=skipped)
@@ -420,10 +456,12 @@ class Fit:
                 except (RunTakenOverError, NonFiniteError):
                     raise
                 except RunError as error:
+                    self.is_between = False
                     self.faults = self.faults.after(self.coordinator.num_windows(f"train-{_window_size(self.config, done)}"))
                     done, result = self.recovery.recover(error, update=done), None
                     self._warm_up()
                     self.num_done = done
+            self.is_between = False
             if done == 0:
                 raise KeyboardInterrupt
         if done < run.num_updates and self.callbacks.stop_reason:

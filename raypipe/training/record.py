@@ -229,6 +229,10 @@ class RunRecord:
         self._write(partial(self.folder.add_metrics, {"update": update, "validation_loss": loss}))
         self.callbacks.evaluation(events.Evaluation(update, loss))
 
+    def add_figures(self, line: dict[str, Any]) -> None:
+        """Record figures that a callback has logged."""
+        self._write(partial(self.folder.add_metrics, line))
+
     def losses_at(self, update: int) -> dict[str, float]:
         """Return the training loss of the last update, and the validation loss if the weights after this update were evaluated."""
         losses = {CheckpointMetric.LOSS.value: self.losses[-1]}
@@ -270,5 +274,6 @@ class RunRecord:
             if key in self.figures:
                 self._metrics.set(name, self.figures[key])
         if self._window is not None:
-            self.callbacks.window(dataclasses.replace(self._window, validation_loss=self.figures.get("validation_loss")))
+            logged = dict(self.callbacks.run.logged)
+            self.callbacks.window(dataclasses.replace(self._window, validation_loss=self.figures.get("validation_loss"), logged=logged))
             self._window = None

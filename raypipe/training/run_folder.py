@@ -95,6 +95,11 @@ class RunFolder:
         return cls(records, storage)
 
     @classmethod
+    def planned(cls, storage_path: str, name: str) -> RunFolder:
+        """Return the folder of a run that is not made yet; raises `ConfigError` for a place that cannot be."""
+        return cls._of(Storage.at(storage_path) / name)
+
+    @classmethod
     def open(cls, location: Location) -> RunFolder:
         """Return the folder of a run at a path or URI, with its records on this machine.
 
@@ -160,12 +165,17 @@ class RunFolder:
             raise ConfigError(f"{self.name} cannot be read ({error}); check run.storage_path") from None
 
     def publish(self) -> None:
-        """Copy the records of a run at a URI there; raises `OSError`."""
+        """Copy the records of a run at a URI there, with the folders that callbacks write; raises `OSError`."""
         if self.remote is None:
             return
-        for path in sorted(self.path.iterdir()):
+        for path in sorted(self.path.rglob("*")):
             if path.is_file():
-                self.remote.write(path.name, path.read_bytes())
+                *folders, name = path.relative_to(self.path).parts
+                to = self.remote
+                for folder in folders:
+                    to = to / folder
+                    to.make()
+                to.write(name, path.read_bytes())
 
     def file(self, name: str) -> Path:
         """Return the path of a file."""
@@ -210,7 +220,8 @@ class RunFolder:
         """
         if self.remote is not None:
             return
-        free_bytes, checkpoint_bytes = shutil.disk_usage(self.path).free, weight_bytes * _STATES
+        there = next(path for path in (self.path, *self.path.parents) if path.exists())
+        free_bytes, checkpoint_bytes = shutil.disk_usage(there).free, weight_bytes * _STATES
         remedy = f"make room, or choose another run.storage_path than {self.path.parent}"
         if free_bytes < checkpoint_bytes:
             problem = f"a checkpoint of this model takes about {size(checkpoint_bytes)}, but {size(free_bytes)} are free there"

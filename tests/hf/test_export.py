@@ -16,7 +16,8 @@ import raypipe.hf
 from raypipe.errors import ConfigError, FormatError, InputError
 from raypipe.user_code import make_model
 from tests.hf.runs import trained_run
-from tests.models.transformers_models import VOCABULARY, TextRows, logits_by_layers, save, small_config
+from tests.hf.words import write_tokenizer
+from tests.models.transformers_models import TextRows, logits_by_layers, save, small_config
 
 transformers = pytest.importorskip("transformers")
 peft = pytest.importorskip("peft")
@@ -31,16 +32,6 @@ def logits(folder: Path | str, kind: Any = transformers.AutoModelForCausalLM) ->
     with torch.inference_mode():
         found: Tensor = kind.from_pretrained(folder, dtype=torch.float64).eval()(**BATCH).logits
     return found
-
-
-def write_tokenizer(folder: str) -> None:
-    """Write a tokenizer of as many words as the small models know tokens."""
-    from tokenizers import Tokenizer, models, pre_tokenizers
-
-    names = ["<unk>", "<s>", "</s>", *(f"w{number}" for number in range(3, VOCABULARY))]
-    words = Tokenizer(models.WordLevel({name: number for number, name in enumerate(names)}, unk_token="<unk>"))
-    words.pre_tokenizer = pre_tokenizers.Whitespace()
-    transformers.PreTrainedTokenizerFast(tokenizer_object=words, eos_token="</s>").save_pretrained(folder)
 
 
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
@@ -119,6 +110,11 @@ def test_text_and_perplexity_are_those_of_the_exported_model(tmp_path: Path) -> 
     with torch.inference_mode():
         loss = exported(input_ids=rows["input_ids"], labels=rows["labels"]).loss
     assert raypipe.hf.perplexity(run, texts) == pytest.approx(float(loss.exp()), rel=1e-5)
+    # In pieces of two tokens, each token but the first is predicted once, from the one before it.
+    with torch.inference_mode():
+        rows_of_two = rows["input_ids"].unfold(1, 2, 1).flatten(0, 1)
+        loss = exported(input_ids=rows_of_two, labels=rows_of_two).loss
+    assert raypipe.hf.perplexity(run, texts, max_length=2) == pytest.approx(float(loss.exp()), rel=1e-5)
 
 
 def test_adapters_are_exported_alone_or_merged(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import random
 import signal
@@ -110,7 +111,9 @@ KINDS: dict[str, Callable[[], Any]] = {
 }
 
 
-def trainer(folder: Path, data: Any, *, num_updates: int = NUM_UPDATES, devices: int = 2, **more: Any) -> Trainer:
+def trainer(
+    folder: Path, data: Any, *, num_updates: int = NUM_UPDATES, devices: int = 2, run_config: RunConfig | None = None, **more: Any
+) -> Trainer:
     return Trainer(
         "raypipe.models.mlp:mlp",
         model_options={"num_layers": 6, "dtype": "float64"},
@@ -118,7 +121,7 @@ def trainer(folder: Path, data: Any, *, num_updates: int = NUM_UPDATES, devices:
         schedule_config=SCHEDULE,
         optimizer_config=OptimizerConfig(learning_rate=1e-2, final_learning_rate=1e-2, warmup_updates=0),
         scaling_config=ScalingConfig(num_devices=devices, layers_per_stage=(6 // devices,) * devices),
-        run_config=RunConfig(name="run", storage_path=str(folder), num_updates=num_updates, seed=3),
+        run_config=run_config or RunConfig(name="run", storage_path=str(folder), num_updates=num_updates, seed=3),
         **more,
     )
 
@@ -141,6 +144,16 @@ def test_a_lost_reader_starts_again_and_changes_no_row(tmp_path: Path) -> None:
     assert (tmp_path / "once").exists()
 
 
+def test_a_lost_reader_goes_on_from_the_newest_saved_position(tmp_path: Path) -> None:
+    calm = trainer(tmp_path / "calm", Stream()).fit()
+    config = dataclasses.replace(trainer(tmp_path / "struck", Stream()).config.run, checkpoint_every=3)
+    struck = trainer(tmp_path / "struck", Struck(tmp_path / "once"), run_config=config).fit()
+    assert struck.losses == calm.losses
+    begun = [int(line) for line in (tmp_path / "once.begun").read_text().split()]
+    # The driver looks at the first rows; a reader reads an epoch and dies in the second; the next one begins where update 3 ended.
+    assert begun[:4] == [0, 0, 0, 36]
+
+
 class Struck(Stream):
     """A stream whose process is killed at row 70, once."""
 
@@ -149,6 +162,8 @@ class Struck(Stream):
         self.once, self.num = once, 0
 
     def __iter__(self) -> Iterator[dict[str, Tensor]]:
+        with self.once.with_suffix(".begun").open("a") as file:
+            file.write(f"{self.begin}\n")
         for row in super().__iter__():
             self.num += 1
             if self.num == 70 and not self.once.exists():

@@ -110,6 +110,26 @@ def test_layers_are_measured_on_a_device_of_the_cluster() -> None:
 
 
 @pytest.mark.usefixtures("local_ray")
+@pytest.mark.parametrize("kind", ["table", "stream"])
+def test_layers_are_measured_on_rows_of_a_function(kind: str, tmp_path: Path) -> None:
+    (tmp_path / "own_rows.py").write_text(
+        "import torch\n\n\ndef table(number):\n    return [{'inputs': torch.zeros(16), 'targets': torch.zeros(16)}] * number\n\n\n"
+        "def stream(number):\n    return iter(table(number))\n"
+    )
+    own = TrainConfig(
+        model=ModelConfig(function="raypipe.models.mlp:mlp", options={"num_layers": 3}),
+        data=DataConfig(train=f"{tmp_path / 'own_rows.py'}:{kind}", options={"number": 20}),
+        schedule=ScheduleConfig(microbatch_size=NUM_ROWS),
+        cluster=ClusterConfig(dashboard=False),
+    )
+    profile = profile_model(own, effort=QUICK).profile
+    assert [layer.name for layer in profile.layers] == ["layer-0", "layer-1", "layer-2"]
+    assert profile.microbatch_size == NUM_ROWS
+    assert all(layer.forward_s > 0 and layer.parameter_bytes > 0 for layer in profile.layers)
+    assert actors_left() == []
+
+
+@pytest.mark.usefixtures("local_ray")
 def test_each_kind_of_device_has_its_times() -> None:
     import ray
 

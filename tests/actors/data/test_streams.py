@@ -118,7 +118,7 @@ KINDS: dict[str, Callable[[], Any]] = {
 
 def reader(kind: str, *, start: str = "", seed: int = 1) -> RowReader:
     source = DataSource({"train": KINDS[kind]}, seed=seed)
-    return RowReader(source.packed(), "train", num_kept=4, mark_every=2 * SIZE, start=start)
+    return RowReader(source.packed(), "train", num_kept=4, mark_every=2 * SIZE, start=lambda: start)
 
 
 def rows_of(of: RowReader, first: int, count: int = SIZE) -> dict[str, list[Any]]:

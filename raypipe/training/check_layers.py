@@ -1,0 +1,149 @@
+"""Tries the user's layers and loss on the driver, before anything starts: without memory for weights, on torch's device `meta`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from raypipe.actors.stage.losses import checked_loss, tried_loss
+from raypipe.errors import ConfigError
+from raypipe.model import Batch, Layer, Model
+
+_META = torch.device("meta")
+
+
+class DraftLayers:
+    """The layers of a model without memory for their weights.
+
+    Attributes:
+        model: What they are made from.
+        modules: One module for each layer.
+    """
+
+    def __init__(self, model: Model, modules: Sequence[nn.Module]) -> None:
+        self.model = model
+        self.modules = tuple(modules)
+
+    @classmethod
+    def of(cls, model: Model) -> DraftLayers | None:
+        """Return the layers, or `None` if one cannot be made so: actors then tell what is wrong with it."""
+        modules: list[nn.Module] = []
+        with _generators_kept():
+            for layer in model.layers:
+                module = _built(layer)
+                if module is None:
+                    return None
+                modules.append(module)
+        return cls(model, modules)
+
+    def weight_names(self) -> list[str]:
+        """Return the full names of the trained weights; those that layers share have the name that they have in the first of them."""
+        later = {tied for tie in self.model.ties for tied in tie[1:]}
+        return [f"{layer}.{name}" for layer, name, weight in self._weights() if weight.requires_grad and (layer, name) not in later]
+
+    def weight_bytes(self) -> int:
+        """Return the bytes of all weights, those that layers share once."""
+        later = {tied for tie in self.model.ties for tied in tie[1:]}
+        return sum(weight.nbytes for layer, name, weight in self._weights() if (layer, name) not in later)
+
+    def _weights(self) -> Iterator[tuple[str, str, nn.Parameter]]:
+        for layer, module in zip(self.model.layers, self.modules, strict=True):
+            for name, weight in module.named_parameters():
+                yield layer.name, name, weight
+
+    def check_forward(self, batch: Batch) -> None:
+        """Refuse layers or a loss that fail on the first rows.
+
+        What fails without memory is tried once more with it, one layer alone, over zeros in place of what other layers give: some code
+        works only with values.
+
+        Raises:
+            ConfigError: Names the layer or the loss, what it got and what it said.
+        """
+        outputs: list[tuple[Tensor, ...]] = []
+        sources = [[source for source, target in self.model.edges() if target == index] for index in range(len(self.modules))]
+        meta = {name: tensor.to(_META) for name, tensor in batch.items()}
+        with _generators_kept():
+            for layer, module, from_layers in zip(self.model.layers, self.modules, sources, strict=True):
+                inputs = [tensor for source in from_layers for tensor in outputs[source]]
+                try:
+                    outputs.append(_forward(layer, module, inputs, meta))
+                except Exception as error:
+                    _try_for_real(layer, inputs, batch, because=error)
+                    return
+            self._check_loss(outputs[-1], batch, meta)
+
+    def _check_loss(self, outputs: tuple[Tensor, ...], batch: Batch, meta: Batch) -> None:
+        if len(outputs) == 1:
+            try:
+                loss: object = self.model.loss(outputs[0], meta)
+            except Exception as error:
+                if _is_for_want_of_values(error):
+                    return
+            else:
+                checked_loss(loss)
+                return
+        with torch.no_grad():
+            tried_loss(self.model, tuple(_zeros(outputs)), batch)
+
+
+def _built(layer: Layer) -> nn.Module | None:
+    try:
+        with _META:
+            module: object = layer.build()
+    except Exception:
+        return None
+    if not isinstance(module, nn.Module) or any(not weight.is_meta for weight in module.parameters()):
+        return None
+    return module
+
+
+def _forward(layer: Layer, module: nn.Module, inputs: Sequence[Tensor], batch: Batch) -> tuple[Tensor, ...]:
+    optional = {name: batch[name] for name in layer.batch_if_present if name in batch}
+    found: object = module(*inputs, *(batch[name] for name in layer.batch), **optional)
+    outputs = found if isinstance(found, tuple) else (found,)
+    for output in outputs:
+        if not isinstance(output, Tensor):
+            raise TypeError(f"its output is of type {type(output).__name__}; expected a tensor or a tuple of tensors")
+    return outputs
+
+
+def _try_for_real(layer: Layer, inputs: Sequence[Tensor], batch: Batch, *, because: Exception) -> None:
+    if _is_for_want_of_values(because):
+        return
+    try:
+        module = layer.build()
+    except Exception:  # which actors tell
+        return
+    try:
+        with torch.no_grad():
+            _forward(layer, module.eval(), _zeros(inputs), batch)
+    except Exception as error:
+        fields = [name for name in (*layer.batch, *layer.batch_if_present) if name in batch]
+        given = [f"an input of shape {_shape(tensor)}" for tensor in inputs] + [
+            f"{name!r} of shape {_shape(batch[name])}" for name in fields
+        ]
+        raise ConfigError(
+            f"layer {layer.name!r} failed on the first rows: {type(error).__name__}: {error}; it got {', '.join(given) or 'nothing'}"
+        ) from error
+
+
+def _is_for_want_of_values(error: Exception) -> bool:
+    return isinstance(error, NotImplementedError) or "meta" in str(error).lower()
+
+
+def _zeros(tensors: Sequence[Tensor]) -> list[Tensor]:
+    return [torch.zeros(tensor.shape, dtype=tensor.dtype) for tensor in tensors]
+
+
+def _shape(tensor: Tensor) -> str:
+    return str(list(tensor.shape))
+
+
+@contextmanager
+def _generators_kept() -> Iterator[None]:
+    with torch.random.fork_rng(devices=[]):
+        yield

@@ -1,0 +1,232 @@
+"""The typical mistakes of a new user: each is one clear message that names the place and the remedy, before any actor starts."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, NoReturn
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from raypipe.actors.execution.batches import MaskedTokenSource
+from raypipe.config import DataConfig, OptimizerConfig, RunConfig, ScalingConfig, ScheduleConfig, WeightGroup
+from raypipe.data.prepare import prepare
+from raypipe.errors import InputError
+from raypipe.model import Batch, Layer, Model
+from raypipe.models.bert import bert
+from raypipe.models.gpt import gpt
+from raypipe.training.trainer import Trainer
+from tests.models.transformers_models import save, small_config
+
+SIZES = {"num_layers": 1, "d_model": 8, "num_heads": 2, "sequence_length": 16}
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Rows of fields by their trailing shapes; float ones are random, `tokens` and `targets` whole numbers below `num_tokens`."""
+
+    shapes: Mapping[str, tuple[int, ...]]
+    num_tokens: int = 256
+
+    def __call__(self, split: str) -> Rows:
+        return self
+
+    def batch(self, microbatch: int, rows: tuple[float, float]) -> Batch:
+        made: dict[str, Tensor] = {}
+        for name, shape in self.shapes.items():
+            generator = torch.Generator().manual_seed(microbatch)
+            made[name] = torch.randn(4, *shape, generator=generator)
+            if name in {"tokens", "targets", "input_ids", "labels"}:
+                made[name] = torch.full((4, *shape), self.num_tokens - 1)
+        return made
+
+
+def mean_square(output: Tensor, batch: Batch) -> Tensor:
+    return (output - batch["targets"].float()).square().mean()
+
+
+def by_row(output: Tensor, batch: Batch) -> Tensor:
+    return (output - batch["targets"].float()).square().mean(-1)
+
+
+def without_gradient(output: Tensor, batch: Batch) -> Tensor:
+    return mean_square(output.detach(), batch)
+
+
+def two_layers(*, width: int = 8, loss: Callable[[Tensor, Batch], Tensor] = mean_square) -> Model:
+    first = Layer("first", partial(nn.Linear, 16, 8), batch=("inputs",))
+    return Model((first, Layer("second", partial(nn.Linear, width, 16))), loss=loss)
+
+
+ROWS = Rows({"inputs": (16,), "targets": (16,)})
+
+
+@dataclass(frozen=True)
+class Mistake:
+    """What a user gives the trainer, and what the message must say."""
+
+    says: str
+    model: Any = two_layers
+    given: Mapping[str, Any] = field(default_factory=lambda: {"batches": ROWS})
+    model_options: Mapping[str, Any] = field(default_factory=dict)
+
+
+def groups(*weights: str) -> OptimizerConfig:
+    """Return one group of weights for each pattern."""
+    return OptimizerConfig(groups=tuple(WeightGroup(weights=(pattern,), weight_decay=0.0) for pattern in weights))
+
+
+PYTHON_MISTAKES = {
+    "missing-field": Mistake(
+        r"layer 'first' takes the field 'inputs'; did you mean 'input'\?; .* has input, targets",
+        given={"batches": Rows({"input": (16,), "targets": (16,)})},
+    ),
+    "missing-field-of-the-loss": Mistake(r"the model's loss failed: KeyError: 'targets'", given={"batches": Rows({"inputs": (16,)})}),
+    "wrong-shape-of-a-layer": Mistake(
+        r"layer 'second' failed on the first rows: .*; it got an input of shape \[4, 8\]", model=partial(two_layers, width=9)
+    ),
+    "wrong-shape-of-rows": Mistake(
+        r"layer 'first' failed on the first rows: .*; it got 'inputs' of shape \[4, 15\]",
+        given={"batches": Rows({"inputs": (15,), "targets": (16,)})},
+    ),
+    "loss-no-scalar": Mistake(r"the model's loss has shape \(4,\); expected a scalar", model=partial(two_layers, loss=by_row)),
+    "loss-without-gradient": Mistake(r"the model's loss has no gradient", model=partial(two_layers, loss=without_gradient)),
+    "loss-of-another-shape": Mistake(
+        r"the model's loss failed: RuntimeError: .*; it got an output of shape \(4, 16\)",
+        given={"batches": Rows({"inputs": (16,), "targets": (3,)})},
+    ),
+    "optimizer-unknown": Mistake(
+        r"no optimizer is called 'adamv'; did you mean 'adam'\?; choose from: adamw, ",
+        given={"batches": ROWS, "optimizer_config": OptimizerConfig(name="adamv")},
+    ),
+    "pattern-without-a-weight": Mistake(
+        r"optimizer.groups\[0\].weights: 'first.wieght' gets no trained weight; did you mean 'first.weight'\?",
+        given={"batches": ROWS, "optimizer_config": groups("first.wieght")},
+    ),
+    "pattern-behind-another": Mistake(
+        r"'first.bias' gets no trained weight: earlier groups have all",
+        given={"batches": ROWS, "optimizer_config": groups("*.bias", "first.bias")},
+    ),
+    "wrong-path": Mistake(r"no_such.parquet: there is no such file", given={"data_config": DataConfig(path="no_such.parquet")}),
+    "fewer-rows-than-an-update": Mistake(
+        r"has 3 rows, but an update reads 8 .* take more data",
+        given={"train_data": [{"inputs": torch.zeros(16), "targets": torch.zeros(16)}] * 3},
+    ),
+}
+
+
+@pytest.fixture(autouse=True)
+def no_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let no run come as far as its cluster."""
+
+    def refuse(*_: object, **__: object) -> NoReturn:
+        raise AssertionError("the run has begun")
+
+    monkeypatch.setattr("raypipe.training.fit.stage_actors", refuse)
+
+
+def fit(model: Any, runs: Path, **given: Any) -> None:
+    Trainer(
+        model,
+        schedule_config=ScheduleConfig(num_microbatches=2, microbatch_size=4),
+        scaling_config=ScalingConfig(num_devices=2),
+        run_config=RunConfig(storage_path=str(runs), num_updates=4),
+        **given,
+    ).fit()
+
+
+def check(mistake: Mistake, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=mistake.says) as told:
+        fit(mistake.model, tmp_path / "runs", model_options=mistake.model_options, **mistake.given)
+    assert "\n" not in str(told.value), "a message is one sentence or two"
+    assert not (tmp_path / "runs").exists(), "no folder of a run is made"
+
+
+@pytest.mark.parametrize("mistake", PYTHON_MISTAKES.values(), ids=PYTHON_MISTAKES)
+def test_a_mistake_is_told_before_actors_start(mistake: Mistake, tmp_path: Path) -> None:
+    check(mistake, tmp_path)
+
+
+def test_the_run_without_a_mistake_begins(tmp_path: Path) -> None:
+    with pytest.raises(AssertionError, match="the run has begun"):
+        fit(two_layers, tmp_path / "runs", batches=ROWS, optimizer_config=groups("*.bias"))
+
+
+@pytest.fixture
+def bytes_file(tmp_path: Path) -> str:
+    """Return a file of 1,000 tokens, each a byte."""
+    (tmp_path / "text.txt").write_text("Many words, and more." * 50)
+    return prepare(str(tmp_path / "text.txt"), output=str(tmp_path / "bytes.parquet"), validation_fraction=0.1).path
+
+
+def test_tokens_that_the_model_does_not_know_are_told(bytes_file: str, tmp_path: Path) -> None:
+    small: dict[str, Any] = {"model": gpt, "model_options": SIZES | {"vocabulary_size": 100}}
+    file = {"data_config": DataConfig(path=bytes_file, sequence_length=16, num_validation_microbatches=0)}
+    check(Mistake(r"vocabulary_size is 100, .* has 256 different tokens", given=file, **small), tmp_path)
+    pytest.importorskip("transformers")
+    folder = save(small_config("llama"), tmp_path / "model")
+    rows = {"batches": Rows({"input_ids": (12,), "labels": (12,)}, num_tokens=300)}
+    check(Mistake(r"has the token 299, but the model knows 61 tokens, .* own tokenizer", model=f"hf:{folder}", given=rows), tmp_path)
+
+
+def test_a_disk_without_room_for_a_checkpoint_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr("raypipe.training.run_folder.shutil.disk_usage", lambda _: usage._replace(free=1000))
+    check(
+        Mistake(r"a checkpoint of this model takes about .*, but .* are free there; make room, or choose another run.storage_path"),
+        tmp_path,
+    )
+
+
+def test_data_shorter_than_the_run_is_told_with_its_numbers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [{"inputs": torch.zeros(16), "targets": torch.zeros(16)}] * 20
+    with pytest.raises(AssertionError, match="the run has begun"):
+        fit(two_layers, tmp_path / "runs", train_data=rows)
+    assert "the training data has 20 rows, which is 2.5 updates: 4 updates read it 1.6 times" in capsys.readouterr().err
+
+
+def test_next_tokens_as_targets_of_hidden_ones_are_told(bytes_file: str, tmp_path: Path) -> None:
+    file = {"data_config": DataConfig(path=bytes_file, sequence_length=16, num_validation_microbatches=0)}
+    says = r"predicts hidden tokens, but the targets of the token file .* are the next tokens; .*MaskedTokenSource"
+    check(Mistake(says, model=bert, model_options=SIZES, given=file), tmp_path)
+    source = MaskedTokenSource(bytes_file, sequence_length=16, seed=0, microbatch_size=4)
+    with pytest.raises(AssertionError, match="the run has begun"):
+        fit(bert, tmp_path / "runs", model_options=SIZES, batches=source)
+    pytest.importorskip("transformers")
+    import transformers
+
+    config = small_config("bert", vocab_size=256)
+    folder = save(config, tmp_path / "model", kind=transformers.MODEL_FOR_MASKED_LM_MAPPING[type(config)])
+    check(Mistake(says, model=f"hf:{folder}", given=file), tmp_path / "again")
+
+
+def test_rows_without_labels_are_told(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    folder = save(small_config("llama"), tmp_path / "model")
+    rows = {"batches": Rows({"input_ids": (12,)}, num_tokens=61)}
+    check(
+        Mistake(r"needs the field 'labels' or 'targets', but .* has input_ids; add the field", model=f"hf:{folder}", given=rows), tmp_path
+    )
+
+
+def test_a_pattern_without_a_weight_of_a_transformers_model_is_told(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    folder = save(small_config("gpt2", tie_word_embeddings=True), tmp_path / "model", dtype=torch.float32)
+    rows = {"batches": Rows({"input_ids": (12,), "labels": (12,)}, num_tokens=61)}
+    wrong = {**rows, "optimizer_config": groups("head.lm_head.weight")}  # tied, so it is the embedding's
+    check(Mistake(r"'head.lm_head.weight' gets no trained weight", model=f"hf:{folder}", given=wrong), tmp_path)
+    with pytest.raises(AssertionError, match="the run has begun"):
+        fit(f"hf:{folder}", tmp_path / "runs", **{**rows, "optimizer_config": groups("embedding.transformer.wte.weight", "*.bias")})
+
+
+def test_a_model_without_a_plan_is_told(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    small_config("bloom", n_head=4, n_layer=2).save_pretrained(tmp_path / "model")
+    rows = {"batches": Rows({"input_ids": (12,), "labels": (12,)}, num_tokens=61)}
+    mistake = Mistake(r"'bloom' .* has no pipeline plan .* such as llama", model=f"hf:{tmp_path / 'model'}", given=rows)
+    check(replace(mistake, model_options={"weights": "random"}), tmp_path)
