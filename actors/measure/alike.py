@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
@@ -210,7 +210,28 @@ class _Walk:
             if isinstance(constant, types.CodeType):
                 self._add_code(constant)
             else:
-                self._write(repr(constant))
+                self._write(repr(_ordered(constant)))
+
+
+def _ordered(constant: object) -> object:
+    # The order of a set differs from process to process.
+    match constant:
+        case frozenset():
+            return ("frozenset", sorted(map(repr, constant)))
+        case tuple():
+            return tuple(map(_ordered, constant))
+    return constant
+
+
+def code_of(kinds: Iterable[type]) -> str | None:
+    """Return text that is equal for classes of equal code, those of torch by name; `None` if they cannot be compared."""
+    walk = _Walk()
+    try:
+        for kind in kinds:
+            walk.add(kind)
+    except (_IncomparableError, RecursionError):
+        return None
+    return walk.digest()
 
 
 def _is_compiled(module: nn.Module) -> bool:

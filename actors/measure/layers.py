@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from raypipe.actors import devices
-from raypipe.actors.measure.alike import LayerKey, OperatorTrace, structure
+from raypipe.actors.measure.alike import LayerKey, OperatorTrace, code_of, structure
 from raypipe.actors.measure.layer_cache import LayerCache
 from raypipe.actors.measure.layer_costs import LEAST_TIMED, SLOW_S, USUAL_EFFORT, Effort, LayerMeasurement
 from raypipe.actors.stage.backward import backward_full, backward_input
@@ -26,7 +26,7 @@ from raypipe.actors.stage.gradient_flow import LayerOutput, StageOutputs, zero_i
 from raypipe.actors.stage.layers import RngKey
 from raypipe.actors.stage.losses import tried_loss
 from raypipe.actors.stage.optimizer_state import flat_state
-from raypipe.actors.stage.optimizers import described
+from raypipe.actors.stage.optimizers import described, kinds_of
 from raypipe.actors.stage.precision import build_stage, loss_in_float32, prepare
 from raypipe.actors.stage.weights import Optimizer, Weights
 from raypipe.artifacts.cut import Cut
@@ -120,8 +120,10 @@ def _compared(make: _Maker, batch: Batch, on_layer: Callable[[str], None]) -> tu
         built = structure(make.model, weights.module, outputs, batch)
         with trace.recorded(weights.module):
             outputs |= prepare(weights, outputs, batch, num_rows=make.num_rows(batch))
-        stepped = described(weights.optimizer) if weights.optimizer is not None else ""
-        keys.append(LayerKey(built, f"{trace.digest()} {stepped}") if built is not None else LayerKey("", str(index)))
+        optimizer = weights.optimizer
+        stepped = described(optimizer) if optimizer is not None else ""
+        code = code_of(kinds_of(optimizer)) if optimizer is not None else ""
+        keys.append(LayerKey(built, f"{trace.digest()} {stepped} {code}") if built is not None and code is not None else LayerKey("", str(index)))
     return outputs, keys
 
 

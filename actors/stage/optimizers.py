@@ -160,6 +160,16 @@ def described(optimizer: torch.optim.Optimizer) -> str:
     return f"{type(optimizer).__module__}.{type(optimizer).__qualname__}{groups}"
 
 
+def kinds_of(optimizer: torch.optim.Optimizer) -> list[type[torch.optim.Optimizer]]:
+    """Return the classes whose code steps the weights of an optimizer."""
+    match optimizer:
+        case LateGradients():
+            return [LateGradients, *kinds_of(optimizer.inner)]
+        case JoinedOptimizer():
+            return [kind for part in optimizer.parts for kind in kinds_of(part)]
+    return [type(optimizer)]
+
+
 def check_optimizer(config: OptimizerConfig, *, function: OptimizerFunction | None = None) -> None:
     """Refuse an optimizer that cannot be, before any device is asked for.
 

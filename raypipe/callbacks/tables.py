@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import csv
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from raypipe.callbacks.base import Callback
-from raypipe.callbacks.events import End, RecoveredFailure, Run, SavedCheckpoint, Window
+from raypipe.callbacks.events import End, Evaluation, RecoveredFailure, Run, SavedCheckpoint, Window
 
 COLUMNS = (
     "update",
@@ -54,30 +54,52 @@ class Csv(_Table):
 
     def on_start(self, run: Run) -> None:
         """See `Callback`; what a resumed run has done before is written anew."""
-        self._written = 0
-        self._write(run, "w")
+        self._evaluated: dict[int, float] = {}
+        self._written = -1
+        self._write_anew(run)
+
+    def on_evaluation(self, run: Run, evaluation: Evaluation) -> None:
+        """See `Callback`; the loss is written with the window that it belongs to."""
+        self._evaluated[evaluation.update] = evaluation.loss
 
     def on_window(self, run: Run, window: Window) -> None:
         """See `Callback`."""
-        self._write(run, "a")
+        evaluated = ({"update": at, "validation_loss": loss} for at, loss in self._evaluated.items() if at > self._written)
+        new = rows([*_window_lines(window), *evaluated])
+        self._evaluated.clear()
+        self._written = new[-1]["update"]
+        with self.file(run).open("a", newline="", encoding="utf-8") as file:
+            csv.DictWriter(file, COLUMNS).writerows(new)
 
     def on_recovery(self, run: Run, recovery: RecoveredFailure) -> None:
         """See `Callback`; rows of updates that are repeated go."""
-        self._write(run, "w")
+        self._evaluated.clear()
+        self._write_anew(run)
 
     def on_end(self, run: Run, end: End) -> None:
         """See `Callback`."""
-        self._write(run, "w")
+        self._write_anew(run)
 
-    def _write(self, run: Run, mode: str) -> None:
-        lines = rows(run.metrics())
-        new = lines if mode == "w" else [row for row in lines if row["update"] > self._written]
-        with self.file(run).open(mode, newline="", encoding="utf-8") as file:
+    def _write_anew(self, run: Run) -> None:
+        known = rows(run.metrics())
+        with self.file(run).open("w", newline="", encoding="utf-8") as file:
             writer = csv.DictWriter(file, COLUMNS)
-            if mode == "w":
-                writer.writeheader()
-            writer.writerows(new)
-        self._written = lines[-1]["update"] if lines else -1
+            writer.writeheader()
+            writer.writerows(known)
+        self._written = known[-1]["update"] if known else -1
+
+
+def _window_lines(window: Window) -> Iterator[dict[str, Any]]:
+    """Yield a line for each update of a window, as `metrics.jsonl` has it."""
+    speed = {
+        "update_s": window.update_s,
+        "samples_per_s": window.samples_per_s,
+        "tokens_per_s": window.tokens_per_s,
+        "bubble_ratio": window.bubble_ratio,
+    }
+    for update in window.updates:
+        figures = {"loss": update.loss, "grad_norm": update.grad_norm, "learning_rate": update.learning_rate}
+        yield {"update": update.number, **figures, **speed}
 
 
 class Parquet(_Table):

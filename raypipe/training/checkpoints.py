@@ -161,7 +161,8 @@ class Checkpoints:
         if copy is None:
             self.wait()
             return
-        deadline = time.monotonic() + _COPY_S
+        began_s = time.monotonic()
+        deadline = began_s + _COPY_S
         try:
             self._lock.check()
             folder = self._folder.new_checkpoint(update)
@@ -173,6 +174,7 @@ class Checkpoints:
             self.newest = Checkpoint.finish(
                 folder, dataclasses.replace(self._index, update=update, files=files, data=self._position(update))
             )
+            self._on_saved(self.newest, time.monotonic() - began_s)
         except (OSError, RunError, RayError) as error:
             self._notice(_not_saved(update, error))
 

@@ -1,4 +1,4 @@
-"""Updates whose loss or gradient is infinite or no number: noticed behind their window, and left out when it is done again."""
+"""Updates that have no finite loss or gradient, or no rows that count: noticed behind their window, left out when it is done again."""
 
 from __future__ import annotations
 
@@ -42,7 +42,10 @@ class NonFiniteUpdates:
             NonFiniteError: The run is to stop.
         """
         skipped = self.skipped(first_update, result.num_updates)
-        found = first_bad(result, schedule, without=skipped)
+        empty = without_rows(result, schedule) - skipped
+        if empty and self._leave_out_empty({first_update + number for number in empty}):
+            return True
+        found = first_bad(result, schedule, without=skipped | empty)
         if found is None:
             return False
         number, problem = found
@@ -64,6 +67,30 @@ class NonFiniteUpdates:
         self._notice(f"{what}; the window runs again without this update")
         return True
 
+    def _leave_out_empty(self, updates: set[int]) -> bool:
+        """Return whether a window must run again without updates that have nothing to learn from, which is no failure."""
+        others = f" and {counted(len(updates) - 1, 'other')}" if len(updates) > 1 else ""
+        first = f"update {min(updates) + 1}{others}"
+        why = "none of its rows counts: their `Model.loss_weight` is 0"
+        if not self._can_repeat:
+            self._notice(
+                f"{first}: {why}; gradients are 0, and the optimizer steps all the same (failure.max_failures would let it be left out)"
+            )
+            return False
+        self._skipped |= updates
+        self._notice(f"{first}: {why}; the window runs again without it")
+        return True
+
+
+def without_rows(result: WindowResult, schedule: Schedule) -> frozenset[int]:
+    """Return the updates of a window none of whose rows counts."""
+    counts: dict[int, float] = {}
+    for report in result.reports:
+        for index, weight in report.loss_weights.items():
+            update = index // schedule.num_microbatches
+            counts[update] = counts.get(update, 0.0) + weight
+    return frozenset(update for update, weight in counts.items() if not weight)
+
 
 def first_bad(result: WindowResult, schedule: Schedule, *, without: frozenset[int]) -> tuple[int, str] | None:
     """Return the first update of a window whose loss or gradient norm is not finite, and what is wrong with it."""
@@ -76,8 +103,7 @@ def first_bad(result: WindowResult, schedule: Schedule, *, without: frozenset[in
         if not math.isfinite(loss):
             of_update = ((index, one) for report in result.reports for index, one in report.losses.items() if index // count == update)
             bad = [index % count for index, one in of_update if not math.isfinite(one)]
-            nothing = "it has no loss, because none of its rows counts: their `Model.loss_weight` is 0"
-            return update, f"the loss of microbatch {min(bad)} is {loss}" if bad else nothing
+            return update, f"the loss of microbatch {min(bad, default=0)} is {loss}"
         if not math.isfinite(norms.get(update, 0.0)):
             return update, f"the norm of the gradient is {norms[update]}"
     return None
