@@ -27,16 +27,14 @@ from raypipe.cluster.row_readers import RowReaders
 from raypipe.cluster.signals import JOB_WAIT, StopRequest
 from raypipe.cluster.state_copies import StateCopies
 from raypipe.cluster.window import WindowResult
-from raypipe.config import AUTO, Precision, TrainConfig
+from raypipe.config import TrainConfig
 from raypipe.errors import NonFiniteError, RaypipeError, RunError, RunTakenOverError
 from raypipe.model import Model
-from raypipe.schedules.families import branch_aware
-from raypipe.schedules.metrics import metrics
 from raypipe.training.adaptive import Adaptation, AdaptiveStrategy
-from raypipe.training.check_layers import DraftLayers
-from raypipe.training.check_rows import CheckedRows, check_epoch, check_rows, rows_of_batches
+from raypipe.training.announcing import announce
+from raypipe.training.check_input import check_run_rows, draft_layers
 from raypipe.training.checkpoints import Checkpoints
-from raypipe.training.checks import check_data, check_staleness, checkpoint_to_resume, late_remedy, rows_per_update
+from raypipe.training.checks import checkpoint_to_resume, rows_per_update
 from raypipe.training.ending import finished_result, leave
 from raypipe.training.forwards import Forwards
 from raypipe.training.measuring import configured_profile, measured_profile
@@ -47,10 +45,11 @@ from raypipe.training.result import Result, Resume, StoppedRun
 from raypipe.training.run_cluster import stage_actors
 from raypipe.training.run_folder import RunFolder
 from raypipe.training.run_lock import RunLock
-from raypipe.training.run_schedules import is_sharded
+from raypipe.training.run_strategy import run_strategy
 from raypipe.training.sampling import sampled_text
-from raypipe.training.strategy import NamedStrategy, PlannedStrategy, Strategy
+from raypipe.training.strategy import Strategy
 from raypipe.training.sums import SumAdaptation
+from raypipe.training.window_sizes import is_due, window_size, window_sizes
 from raypipe.units import counted
 from raypipe.user_code import keyword, make_model
 
@@ -109,11 +108,13 @@ class Fit:
         self.first_update = self.resumed.index.update if self.resumed else 0
         self.is_done = self.first_update >= config.run.num_updates
         self.profile = configured_profile(config, self.model)
-        sizes = {1} if self.is_done else _window_sizes(config, self.first_update)
+        sizes = {1} if self.is_done else window_sizes(config, self.first_update)
         self.strategy = run_strategy(config, self.model, plan, window_sizes=sizes)
-        rows = self._check_rows(model)
+        size = keyword(model, config.model.options, "vocabulary_size")
+        source = self.source or self.batches
+        rows = check_run_rows(config, self.model, source, vocabulary_size=size, is_done=self.is_done, notice=notice)
         self.is_stream, self.first_rows = rows.is_stream, rows.first
-        self.draft = None if self.is_done else self._check_layers(rows)
+        self.draft = None if self.is_done else draft_layers(config, self._plain_model(), rows)
         if self.draft is not None:
             self._check_room(folder or RunFolder.planned(config.run.storage_path, config.run.name), self.draft.weight_bytes())
         self.folder = folder or RunFolder.create(config.run.storage_path, config.run.name)
@@ -145,28 +146,8 @@ class Fit:
         self.is_between = False
         """Whether the stages hold the model and wait."""
 
-    def _check_rows(self, model: str | Callable[..., Model]) -> CheckedRows:
-        config = self.config
-        if self.source is not None:
-            rows = check_rows(self.source, self.model, microbatch_size=config.schedule.microbatch_size)
-        else:
-            num_tokens = 1
-            if config.data.path:
-                num_tokens = check_data(config, self.model, vocabulary_size=keyword(model, config.model.options, "vocabulary_size"))
-            rows = rows_of_batches(self.batches, self.model)._replace(tokens_per_row=num_tokens if num_tokens > 1 else None)
-        if not self.is_done:
-            check_epoch(rows.num_rows, config, notice=self.notice)
-        return rows
-
-    def _check_layers(self, rows: CheckedRows) -> DraftLayers | None:
-        """Return the layers without memory if they can be made; refuse what can be known to fail of them."""
-        draft = DraftLayers.of(self.model_function(compile_layers=False))
-        if draft is not None:
-            check_patterns(self.config.optimizer, draft.weight_names())
-            # In low precision, stages cast what they take.
-            if rows.first and self.config.model.precision is Precision.FLOAT32:
-                draft.check_forward(rows.first)
-        return draft
+    def _plain_model(self) -> Model:
+        return self.model_function(compile_layers=False) if self.config.model.compile else self.model
 
     def _check_room(self, folder: RunFolder, weight_bytes: int) -> None:
         folder.check_room(weight_bytes, num_to_keep=self.config.run.num_to_keep, notice=self.notice)
@@ -354,7 +335,8 @@ class Fit:
             adopt=self._adopt,
         )
         self._begin_adaptation()
-        self._describe(sum(size.num_parameters for size in sizes.values()))
+        num_parameters = sum(size.num_parameters for size in sizes.values())
+        announce(self.config, strategy, num_parameters=num_parameters, num_devices=len(coordinator.slots), notice=notice)
 
     def _begin_adaptation(self) -> None:
         if isinstance(self.strategy, AdaptiveStrategy) and self.config.adaptation.enabled:
@@ -371,25 +353,6 @@ class Fit:
     def _warm_up(self) -> None:
         if isinstance(self.strategy, AdaptiveStrategy):
             self.strategy.begin_anew()
-
-    def _describe(self, num_parameters: int) -> None:
-        strategy, notice = self.strategy, self.notice
-        schedule, predicted = strategy.schedule, strategy.plan.predicted
-        assert predicted is not None, "a strategy predicts its plan"
-        notice(
-            f"{num_parameters / 1e6:.2f} M parameters on {counted(len(self.coordinator.slots), 'device')}, "
-            f"schedule {schedule.name}, precision {self.config.model.precision}"
-        )
-        notice(f"layers of each stage: {' '.join(str(len(layers)) for layers in strategy.cut.stages)}")
-        notice(f"predicted {predicted.update_s:.3f} s per update, bubble {predicted.bubble_ratio:.1%}")
-        if self.config.scaling.shard_optimizer and not is_sharded(schedule):
-            notice(f"scaling.shard_optimizer changes nothing: {schedule.name} has each stage on one device only")
-        mean_delay = metrics(schedule).mean_delay
-        if mean_delay and (remedy := late_remedy(self.config.optimizer, mean_delay)):
-            notice(
-                f"gradients are {mean_delay:.2g} updates late on average: with {remedy} and a long optimizer.warmup_updates training loses "
-                "less by that (docs/optimizers.md)"
-            )
 
     def _build_order(self) -> BuildOrder:
         batches, size = self.batches, self.strategy.microbatch_size
@@ -441,7 +404,7 @@ class Fit:
                     if is_end:
                         break
                     self.is_between = False
-                    size = _window_size(self.config, done)
+                    size = window_size(self.config, done)
                     skipped = self.nonfinite.skipped(done, size)
                     result = self.coordinator.run_window(f"train-{size}", num_updates=size, first_update=done, skipped=skipped)
                     if self.nonfinite.must_repeat(
@@ -457,7 +420,7 @@ class Fit:
                     raise
                 except RunError as error:
                     self.is_between = False
-                    self.faults = self.faults.after(self.coordinator.num_windows(f"train-{_window_size(self.config, done)}"))
+                    self.faults = self.faults.after(self.coordinator.num_windows(f"train-{window_size(self.config, done)}"))
                     done, result = self.recovery.recover(error, update=done), None
                     self._warm_up()
                     self.num_done = done
@@ -479,7 +442,7 @@ class Fit:
         """Evaluate if that is due behind an update, and tell of the window that ended there."""
         run = self.config.run
         is_first, is_last = done == self.first_update, done == run.num_updates
-        is_evaluated = is_first or is_last or _is_due(run.evaluate_every, done)
+        is_evaluated = is_first or is_last or is_due(run.evaluate_every, done)
         if self.config.data.num_validation_microbatches and is_evaluated and (is_last or not self.stop.came):
             self._evaluate(done)
         self.record.publish()
@@ -510,43 +473,3 @@ class Fit:
         text = sampled_text(self.coordinator, run, length=length, num_rows=num_rows)
         self.folder.file("sample.txt").write_text(text, encoding="utf-8")
         return text
-
-
-def run_strategy(config: TrainConfig, model: Model, plan: Plan | None, *, window_sizes: set[int]) -> Strategy:
-    """Return how a run divides its work, by its configuration."""
-    start: Strategy | None = None
-    if plan is not None:
-        start = PlannedStrategy(plan, config, model, window_sizes=window_sizes)
-    elif config.schedule.name not in {AUTO, branch_aware.NAME}:
-        start = NamedStrategy(config, model, window_sizes=window_sizes)
-    if start is not None:
-        check_staleness(config, start.schedule)
-        if not config.adaptation.enabled:
-            return start
-    # A schedule asked for by name keeps the microbatches asked for with it.
-    is_open = config.adaptation.enabled or config.schedule.name == AUTO
-    can_divide = is_open and bool(config.data.path or config.data.train) and config.adaptation.divisions and not model.loss_couples_rows
-    return AdaptiveStrategy(config, model, window_sizes=window_sizes, start=start, can_divide=can_divide)
-
-
-def _is_due(every: int, update: int) -> bool:
-    return bool(every) and update % every == 0
-
-
-def _window_size(config: TrainConfig, first: int) -> int:
-    """Return the number of updates of the window that begins behind an update; evaluations and checkpoints end one."""
-    run = config.run
-    intervals = (run.evaluate_every if config.data.num_validation_microbatches else 0, run.checkpoint_every)
-    ends = [first + config.schedule.updates_per_window, run.num_updates]
-    ends += [(first // every + 1) * every for every in intervals if every]
-    return min(ends) - first
-
-
-def _window_sizes(config: TrainConfig, first: int) -> set[int]:
-    """Return the sizes of all windows of a run."""
-    sizes: set[int] = set()
-    while first < config.run.num_updates:
-        size = _window_size(config, first)
-        sizes.add(size)
-        first += size
-    return sizes

@@ -32,8 +32,8 @@ from raypipe.schedules.catalogue import build
 from raypipe.schedules.request import ScheduleRequest
 from raypipe.training.adaptive import AdaptiveStrategy
 from raypipe.training.checks import with_plan
-from raypipe.training.fit import run_strategy
 from raypipe.training.run_folder import RunFolder
+from raypipe.training.run_strategy import run_strategy
 from raypipe.training.strategy import NamedStrategy, PlannedStrategy
 from raypipe.training.trainer import Trainer
 from tests.actors.oracles import largest_difference, layers_of, train_unsplit

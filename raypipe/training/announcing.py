@@ -1,0 +1,31 @@
+"""What a run tells of itself before it trains."""
+
+from __future__ import annotations
+
+from raypipe.config import TrainConfig
+from raypipe.schedules.metrics import metrics
+from raypipe.training.checks import late_remedy
+from raypipe.training.run_cluster import Notice
+from raypipe.training.run_schedules import is_sharded
+from raypipe.training.strategy import Strategy
+from raypipe.units import counted
+
+
+def announce(config: TrainConfig, strategy: Strategy, *, num_parameters: int, num_devices: int, notice: Notice) -> None:
+    """Tell what is trained, how it is divided, what is predicted, and what the user may have overlooked."""
+    schedule, predicted = strategy.schedule, strategy.plan.predicted
+    assert predicted is not None, "a strategy predicts its plan"
+    notice(
+        f"{num_parameters / 1e6:.2f} M parameters on {counted(num_devices, 'device')}, schedule {schedule.name}, precision "
+        f"{config.model.precision}"
+    )
+    notice(f"layers of each stage: {' '.join(str(len(layers)) for layers in strategy.cut.stages)}")
+    notice(f"predicted {predicted.update_s:.3f} s per update, bubble {predicted.bubble_ratio:.1%}")
+    if config.scaling.shard_optimizer and not is_sharded(schedule):
+        notice(f"scaling.shard_optimizer changes nothing: {schedule.name} has each stage on one device only")
+    mean_delay = metrics(schedule).mean_delay
+    if mean_delay and (remedy := late_remedy(config.optimizer, mean_delay)):
+        notice(
+            f"gradients are {mean_delay:.2g} updates late on average: with {remedy} and a long optimizer.warmup_updates training loses "
+            "less by that (docs/optimizers.md)"
+        )
