@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import field
 from enum import StrEnum
 from pathlib import Path
@@ -16,10 +16,36 @@ from raypipe.artifacts.files import read_text, write_text
 from raypipe.artifacts.record import invalid, record
 from raypipe.artifacts.syntax import yaml_text, yaml_tree
 from raypipe.errors import ConfigError, ScheduleError
-from raypipe.learning_rates import LearningRateSchedule, check_curve, learning_rate
+from raypipe.optimizer_config import OptimizerConfig, OptimizerName, WeightGroup
+from raypipe.run_config import CheckpointMetric, FailureConfig, OnNonFinite, RunConfig
 from raypipe.schedules.ir import UpdateScope
 from raypipe.schedules.request import ScheduleRequest
 from raypipe.schedules.staleness import StalenessLimits
+
+__all__ = [
+    "AUTO",
+    "FORMAT",
+    "AdaptationConfig",
+    "CallbackConfig",
+    "CheckpointMetric",
+    "ClusterConfig",
+    "CommunicationConfig",
+    "DataConfig",
+    "FailureConfig",
+    "ModelConfig",
+    "OnNonFinite",
+    "OptimizerConfig",
+    "OptimizerName",
+    "Precision",
+    "RunConfig",
+    "ScalingConfig",
+    "ScheduleConfig",
+    "TrainConfig",
+    "Transport",
+    "WeightGroup",
+    "cache_folder",
+    "calibration_file",
+]
 
 FORMAT = "raypipe.train/1"
 
@@ -150,128 +176,6 @@ class ScheduleConfig:
         return StalenessLimits(self.max_staleness, self.max_mismatch, self.max_mean_staleness)
 
 
-class OptimizerName(StrEnum):
-    """The optimizers that have defaults of raypipe's own. `OptimizerConfig.name` takes all of `torch.optim` besides."""
-
-    ADAMW = "adamw"
-    """Loshchilov and Hutter 2019, arXiv 1711.05101."""
-    NADAMW = "nadamw"
-    """AdamW with Nesterov momentum (Dozat 2016), which makes up for late gradients."""
-    MUON = "muon"
-    """Orthogonalized momentum for the matrices between embeddings and last layer (Jordan et al. 2024), AdamW for all else."""
-
-
-Decay = Annotated[float, Field(ge=0, lt=1)]
-_STATE_OPTIONS = ("amsgrad", "centered", "momentum")  # of torch's optimizers, those that decide what state a weight has
-
-
-@record()
-class WeightGroup:
-    """Weights that the optimizer treats in a way of their own. A weight belongs to the first group that one of its patterns matches.
-
-    Attributes:
-        weights: Patterns of full names, `layer.weight` with `*`, `?` and `[...]`, such as `embedding.*` or `*norm.weight`. Each must match
-            a weight that no earlier group has.
-        optimizer: Optimizer of these weights, as `optimizer.name`; left out for that of the other weights.
-        learning_rate_factor: Factor of the learning rate.
-        weight_decay: Weight decay of all these weights, whatever their dimensions; left out for the rule of the other weights.
-        options: Options of these weights' optimizer, in place of those of the same name in `optimizer.options`.
-    """
-
-    weights: Annotated[tuple[str, ...], Field(min_length=1, json_schema_extra={"expected": "a list of one pattern or more"})]
-    optimizer: str | None = None
-    learning_rate_factor: NonNegativeFloat = 1.0
-    weight_decay: NonNegativeFloat | None = None
-    options: dict[str, Any] = field(default_factory=dict)
-
-
-@record()
-class OptimizerConfig:
-    """The optimizer and its learning rate, which rises to the highest in a straight line and then follows a curve.
-
-    Attributes:
-        name: `adamw`, `nadamw` or `muon`; any class of `torch.optim`, such as `sgd` or `torch.optim.AdamW`, with torch's own defaults; or
-            your own: `module:Class` or `path/to/file.py:function`.
-        options: Further arguments of the optimizer.
-        groups: Weights that are treated in another way.
-        learning_rate: Highest learning rate.
-        final_learning_rate: Learning rate of the last update; left out for a tenth of the highest.
-        learning_rate_schedule: Curve after the warm-up: `cosine`, `linear` or `wsd`, which end at the final rate, `constant`, or your own
-            function, `module:function`, of update and number of updates, which returns the factor of the highest rate.
-        warmup_updates: Updates until the highest learning rate.
-        decay_updates: Updates in which `wsd` goes down to the final rate; left out for a fifth of the run.
-        beta1: Decay of the first moment; left out for the optimizer's own, which is 0.9 for `adamw`, `nadamw` and `muon`.
-        beta2: Decay of the second moment; left out for the optimizer's own, which is 0.95 for `adamw`, `nadamw` and `muon`.
-        epsilon: Number added to the root of the second moment; left out for the optimizer's own, which is 1e-8 as a rule.
-        weight_decay: Weight decay of all weights with two dimensions or more; left out for the optimizer's own, which is 0.1 for `adamw`,
-            `nadamw` and `muon`.
-        max_grad_norm: Norm to which gradients are clipped, over the scope of the update; `null` for no limit.
-        lookahead: Updates by which the weights stand ahead of the optimizer, along its last step; for late gradients, their delay.
-        gradient_correction: Factor of the difference to the last gradient, which is added to each gradient; for late gradients.
-    """
-
-    name: str = OptimizerName.ADAMW.value
-    options: dict[str, Any] = field(default_factory=dict)
-    groups: tuple[WeightGroup, ...] = ()
-    learning_rate: NonNegativeFloat = 1e-3
-    final_learning_rate: NonNegativeFloat | None = None
-    learning_rate_schedule: str = LearningRateSchedule.COSINE.value
-    warmup_updates: NonNegativeInt = 20
-    decay_updates: PositiveInt | None = None
-    beta1: Decay | None = None
-    beta2: Decay | None = None
-    epsilon: NonNegativeFloat | None = None
-    weight_decay: NonNegativeFloat | None = None
-    max_grad_norm: PositiveFloat | None = 1.0
-    lookahead: NonNegativeFloat = 0.0
-    gradient_correction: NonNegativeFloat = 0.0
-
-    def __post_init__(self) -> None:
-        try:
-            check_curve(self.learning_rate_schedule)
-        except ConfigError as error:
-            raise invalid(self, "learning_rate_schedule", str(error)) from None
-
-    def rate(self, update: int, *, num_updates: int) -> float:
-        """Return the learning rate of an update, counted from 0.
-
-        Raises:
-            ConfigError: There is no such function as `learning_rate_schedule` names, or it returns no rate.
-        """
-        return learning_rate(
-            update,
-            name=self.learning_rate_schedule,
-            highest=self.learning_rate,
-            final=self.learning_rate / 10 if self.final_learning_rate is None else self.final_learning_rate,
-            num_updates=num_updates,
-            warmup_updates=self.warmup_updates,
-            decay_updates=self.decay_updates,
-        )
-
-    @property
-    def state_kind(self) -> str:
-        """What state the weights have, in text, such as `adamw(amsgrad)`; with what groups have besides, behind semicolons.
-
-        A checkpoint can be gone on from by a configuration with the same text.
-        """
-        parts = [_state_kind(self.name, self.options)]
-        for group in self.groups:
-            options = group.options if group.optimizer else self.options | group.options
-            kind = _state_kind(group.optimizer or self.name, options)
-            # Groups change the state only by another optimizer, and by taking weights from a later group that does.
-            parts.append(f"{', '.join(group.weights)}: {kind}")
-        first, *others = parts
-        while others and others[-1].endswith(f": {first}"):
-            others.pop()
-        return "; ".join([first, *others])
-
-
-def _state_kind(name: str, options: Mapping[str, Any]) -> str:
-    switched_on = [option for option in _STATE_OPTIONS if options.get(option)]
-    name = name if ":" in name else name.lower()
-    return f"{name}({', '.join(switched_on)})" if switched_on else name
-
-
 class Transport(StrEnum):
     """What carries the messages between stages, and the sums over several devices."""
 
@@ -371,21 +275,6 @@ class CommunicationConfig:
 
 
 @record()
-class FailureConfig:
-    """What a run does about failures of devices, nodes and links.
-
-    Attributes:
-        max_failures: Most failures in a row that a run recovers from; they are counted anew once the run is past the window that failed.
-            0 lets every failure end the run, which then keeps no copies of its state.
-        copy_share: Largest share of the run's time in which the devices may wait for copies of their state, which a recovery goes on
-            from. Where copies after every window would take more, they are rarer.
-    """
-
-    max_failures: NonNegativeInt = 3
-    copy_share: Annotated[float, Field(gt=0, le=1)] = 0.05
-
-
-@record()
 class ClusterConfig:
     """The Ray cluster.
 
@@ -410,73 +299,6 @@ class ClusterConfig:
     def resolved_address(self) -> str | None:
         """Return the configured address, else that of the job; `None` for a local cluster."""
         return self.address or os.environ.get("RAY_ADDRESS") or None
-
-
-class CheckpointMetric(StrEnum):
-    """The losses by which a checkpoint may be kept; less is better."""
-
-    LOSS = "loss"
-    """The training loss of the last update."""
-    VALIDATION_LOSS = "validation_loss"
-    """The validation loss, where the weights were evaluated."""
-
-
-class OnNonFinite(StrEnum):
-    """What a run does about an update whose loss or gradient is infinite or no number."""
-
-    STOP = "stop"
-    """Skip it on all stages, and stop when three follow each other."""
-    SKIP = "skip"
-    """Skip it on all stages."""
-    CONTINUE = "continue"
-    """Do it all the same."""
-
-
-@record()
-class RunConfig:
-    """The length of a run and the place of its results.
-
-    Attributes:
-        name: Name of the run; its folder in the storage path.
-        storage_path: Folder of all runs, or a URI that one of pyarrow's file systems serves, such as `s3://bucket/runs`; with several
-            nodes, a folder that all of them share.
-        seed: Seed of weights, order of rows and dropout.
-        num_updates: Updates of the run.
-        evaluate_every: Updates between evaluations; 0 for one at the end.
-        checkpoint_every: Updates between checkpoints; 0 for none by the number of updates. The end of a run always has one.
-        checkpoint_every_s: Seconds of training after which a window's end has a checkpoint; 0 for none by time.
-        num_to_keep: Newest checkpoints to keep; 0 for all.
-        keep_best_by: Loss by which the best checkpoint is kept beside the newest; left out for none.
-        grace_s: Seconds within which a run that is asked to stop, by Ctrl-C, SIGTERM or `ray job stop`, ends its window and saves; 0 to
-            end at once. In a Ray job half of RAY_JOB_STOP_WAIT_TIME_S, which is 3 unless the cluster sets it, if that is no longer.
-        on_nonfinite: What happens to updates whose loss or gradient norm is infinite or no number. Skipping does the window once more
-            from the copy of the state before it, and needs `failure.max_failures`.
-        sample_bytes: Bytes of text to generate at the end, for models of bytes; 0 for none.
-        sample_prompt: Beginning of the generated text.
-        show_progress: Whether the run shows what it does on stderr: a bar on a terminal, else plain lines.
-    """
-
-    name: str = "run"
-    storage_path: str = "runs"
-    seed: NonNegativeInt = 0
-    # Windows are planned when a run begins.
-    num_updates: Annotated[int, Field(ge=1, le=10_000_000, json_schema_extra={"remedy": "a longer run can be resumed"})] = 100
-    evaluate_every: NonNegativeInt = 0
-    checkpoint_every: NonNegativeInt = 0
-    checkpoint_every_s: NonNegativeFloat = 600.0
-    num_to_keep: NonNegativeInt = 3
-    keep_best_by: CheckpointMetric | None = None
-    grace_s: NonNegativeFloat = 30.0
-    on_nonfinite: OnNonFinite = OnNonFinite.STOP
-    sample_bytes: NonNegativeInt = 0
-    sample_prompt: str = ""
-    show_progress: bool = True
-
-    def __post_init__(self) -> None:
-        if not self.name or self.name != os.path.basename(self.name) or self.name in {".", ".."}:
-            raise invalid(self, "name", f"expected a name for a folder, got {self.name!r}")
-        if not self.name.isprintable():
-            raise invalid(self, "name", f"expected a name without control characters, got {self.name!r}")
 
 
 @record()

@@ -21,7 +21,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("__init__", "errors", "stopping", "units"),
     ("schedules",),
     ("artifacts", "communication"),
-    ("model", "config", "learning_rates", "user_code", "schedule_registry"),
+    ("model", "config", "optimizer_config", "run_config", "learning_rates", "user_code", "schedule_registry"),
     ("data", "models", "network", "simulation"),
     ("planning", "analysis"),
     ("show", "actors"),
