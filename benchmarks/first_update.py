@@ -1,6 +1,6 @@
 """How long the first update takes to come: a plain process that builds a model and steps once, against `raypipe`, both from their start.
 
-python benchmarks/first_update.py            # 135 M parameters in 30 equal blocks on 4 stages; some minutes
+python benchmarks/first_update.py [--json FILE]            # 135 M parameters in 30 equal blocks on 4 stages; some minutes
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ import tempfile
 import time
 from pathlib import Path
 
+from rounds import write_json
+
 ROOT = Path(__file__).resolve().parents[1]
 
 PLAIN = """
@@ -24,7 +26,7 @@ import torch
 from raypipe.models.gpt import cross_entropy
 from raypipe.user_code import make_model
 torch.set_num_threads(s["threads"])
-model = make_model("llama:llama", s["options"])
+model = make_model(s["examples"] + "/llama.py:llama", s["options"])
 layers = [layer.build() for layer in model.layers]
 layers[-1].logits.weight = layers[0].token.weight
 weights = list(dict.fromkeys(weight for layer in layers for weight in layer.parameters()))
@@ -61,7 +63,7 @@ class First(raypipe.Callback):
         run.stop("that was it")
 
 raypipe.Trainer(
-    "llama:llama",
+    s["examples"] + "/llama.py:llama",
     model_options=s["options"],
     batches=lambda split: Rows(),
     schedule_config=raypipe.ScheduleConfig(num_microbatches=s["microbatches"], microbatch_size=s["rows"], updates_per_window=1),
@@ -82,6 +84,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=1)
     parser.add_argument("--length", type=int, default=256)
     parser.add_argument("--devices", type=int, default=4)
+    parser.add_argument("--json", help="file for the results")
     arguments = parser.parse_args()
     options = {
         "vocabulary_size": arguments.vocabulary,
@@ -107,7 +110,7 @@ def main() -> None:
             taken_s, loss = map(float, output.split()[:2])
             results[name] = taken_s
             print(f"raypipe, {name}: {taken_s:.1f} s, {taken_s / plain_s:.2f} times the plain process (loss {loss:.3f})", flush=True)
-        print(json.dumps(results))
+        write_json(arguments.json, results)
 
 
 if __name__ == "__main__":

@@ -1,20 +1,26 @@
 """A model of Hugging Face in a pipeline, beside the same model in a plain loop: losses and tokens per second.
 
-    python benchmarks/huggingface.py data/smollm2 --data data/python-stdlib-smollm2.parquet [--updates 50] [--layers]
+    python benchmarks/huggingface.py data/smollm2 --data data/python-stdlib-smollm2.parquet [--updates 50] [--only pipeline] [--json FILE]
+    python benchmarks/huggingface.py data/smollm2 --data data/python-stdlib-smollm2.parquet --layers
 
-The plain loop is transformers' own model in this process, with as many threads as the pipeline has on all devices together, gradients
-accumulated over the same microbatches, and AdamW with the same settings. With `--layers`, layers one after another in this process are
-measured beside the whole model: what it costs that each layer makes masks and rotary embeddings for itself.
+The plain loop is transformers' own model in this process, with one and with two threads, gradients accumulated over the same
+microbatches, and AdamW with the same settings. With `--only`, one of them is measured, and what FILE has of the others is kept. With
+`--layers`, layers one after another in this process are measured beside the whole model: what it costs that each layer makes masks and
+rotary embeddings for itself.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import statistics
 import time
 from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
 
 import torch
+from rounds import write_json
 from transformers import AutoModelForCausalLM
 
 from raypipe.actors.execution.batches import FileSource
@@ -40,9 +46,9 @@ def loss_of(model: torch.nn.Module, batch: Batch) -> torch.Tensor:
     return loss
 
 
-def plain_loop(folder: str, data: str, num_updates: int) -> tuple[list[float], float]:
+def plain_loop(folder: str, data: str, num_updates: int, *, num_threads: int) -> tuple[list[float], float]:
     """Return losses, and the median of the seconds of an update."""
-    torch.set_num_threads(2)
+    torch.set_num_threads(num_threads)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).train()
     decayed = [weight for weight in model.parameters() if weight.dim() > 1]
     others = [weight for weight in model.parameters() if weight.dim() <= 1]
@@ -122,17 +128,38 @@ def main() -> None:
     parser.add_argument("--data", required=True, help="token file of its tokenizer")
     parser.add_argument("--updates", type=int, default=50)
     parser.add_argument("--devices", type=int, default=4)
+    parser.add_argument("--only", choices=("plain-1", "plain-2", "pipeline"), help="measure this and nothing else")
     parser.add_argument("--layers", action="store_true", help="measure layers beside the whole model, and nothing else")
+    parser.add_argument("--json", help="file for the results")
     arguments = parser.parse_args()
+    folder, data, num_updates = arguments.folder, arguments.data, arguments.updates
     if arguments.layers:
-        layers_beside_whole(arguments.folder, arguments.data)
+        layers_beside_whole(folder, data)
         return
-    plain, plain_s = plain_loop(arguments.folder, arguments.data, arguments.updates)
-    piped, piped_s = pipeline(arguments.folder, arguments.data, arguments.updates, arguments.devices)
-    tokens = NUM_MICROBATCHES * NUM_ROWS * LENGTH
-    print(f"plain loop, 2 threads: {tokens / plain_s:.0f} tokens/s, loss {plain[0]:.4f} -> {plain[-1]:.4f}")
-    print(f"{arguments.devices} stages, 1 thread each: {tokens / piped_s:.0f} tokens/s, loss {piped[0]:.4f} -> {piped[-1]:.4f}")
-    print(f"largest difference of losses: {max(abs(one - other) for one, other in zip(plain, piped, strict=True)):.2e}")
+    cases: dict[str, Callable[[], tuple[list[float], float]]] = {
+        "plain-1": lambda: plain_loop(folder, data, num_updates, num_threads=1),
+        "plain-2": lambda: plain_loop(folder, data, num_updates, num_threads=2),
+        "pipeline": lambda: pipeline(folder, data, num_updates, arguments.devices),
+    }
+    results: dict[str, Any] = {}
+    if arguments.only is not None and arguments.json is not None and Path(arguments.json).exists():
+        results = json.loads(Path(arguments.json).read_text(encoding="utf-8"))["results"]
+    for name, measure in cases.items():
+        if arguments.only in {None, name}:
+            losses, update_s = measure()
+            results[name] = {"update_s": update_s, "tokens_per_s": NUM_MICROBATCHES * NUM_ROWS * LENGTH / update_s, "losses": losses}
+    write_json(arguments.json, results)
+    _print_beside(results)
+
+
+def _print_beside(results: Mapping[str, Any]) -> None:
+    for name, found in results.items():
+        losses = found["losses"]
+        line = f"{name:8} {found['tokens_per_s']:.0f} tokens/s, loss {losses[0]:.4f} -> {losses[-1]:.4f}"
+        plain = results.get("plain-2")
+        if plain is not None and name != "plain-2":
+            line += f", at most {max(abs(a - b) for a, b in zip(plain['losses'], losses, strict=True)):.1e} beside plain-2"
+        print(line)
 
 
 if __name__ == "__main__":
