@@ -104,17 +104,32 @@ class Recipe:
 
 
 _NADAMW = {f"nadamw{100 * beta1:.0f}": OptimizerConfig(name=OptimizerName.NADAMW, beta1=beta1) for beta1 in (0.8, 0.9, 0.95, 0.99)}
+_BESIDE_MUON = (WeightGroup(weights=("embedding.*", "head.*", "*norm*", "*.bias"), optimizer="nadamw"),)
+
+
+def _muon(momentum: float = 0.95, gradient_correction: float = 0.0, lookahead: float = 0.0) -> OptimizerConfig:
+    """Muon for the matrices, NAdamW for all else."""
+    return OptimizerConfig(
+        name=OptimizerName.MUON,
+        options={"momentum": momentum},
+        groups=_BESIDE_MUON,
+        gradient_correction=gradient_correction,
+        lookahead=lookahead,
+    )
+
+
 _LATE = {
     "nadamw90-ahead": OptimizerConfig(name=OptimizerName.NADAMW, beta1=0.9, lookahead=1.0),
     "nadamw90-corrected": OptimizerConfig(name=OptimizerName.NADAMW, beta1=0.9, gradient_correction=1.0),
     "muon": OptimizerConfig(name=OptimizerName.MUON),
     "muon-ahead": OptimizerConfig(name=OptimizerName.MUON, lookahead=1.0),
     "muon-corrected": OptimizerConfig(name=OptimizerName.MUON, gradient_correction=1.0),
-    "muon-nadamw-corrected": OptimizerConfig(
-        name=OptimizerName.MUON,
-        gradient_correction=1.0,
-        groups=(WeightGroup(weights=("embedding.*", "head.*", "*norm*", "*.bias"), optimizer="nadamw"),),
-    ),
+    "muon-nadamw": _muon(),
+    "muon-nadamw-corrected": _muon(gradient_correction=1.0),
+    "muon-nadamw-half": _muon(gradient_correction=0.5),
+    "muon-nadamw-ahead": _muon(lookahead=1.0),
+    "muon98-nadamw": _muon(0.98),
+    "muon98-nadamw-half": _muon(0.98, gradient_correction=0.5),
 }
 OPTIMIZERS = {name: Recipe(optimizer) for name, optimizer in {"adamw": OptimizerConfig(), **_NADAMW, **_LATE}.items()}
 OPTIMIZERS |= {f"{name}-short": replace(recipe, warmup=0.04) for name, recipe in OPTIMIZERS.items()}

@@ -1,0 +1,196 @@
+"""Tables and curves of the cells of `time_to_loss.py`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from statistics import fmean
+from typing import Any
+
+from curves import Curve, Panel, draw
+from time_to_loss_runs import SCHEDULED, Scheduled, Store, delays_of, synchronous_delays
+
+Rows = list[dict[str, str]]
+_SMOOTHED = 15
+"""Updates over which training losses are averaged in drawings."""
+_MOST_DRAWN = 4
+
+
+@dataclass(frozen=True)
+class Found:
+    """What has been computed for runs of some length."""
+
+    store: Store
+    num_updates: int
+
+    def curves(self, task: str, optimizer: str, num_updates: int | None = None) -> list[dict[str, Any]]:
+        """Return the curves of a task and optimizer."""
+        wanted = {"task": task, "optimizer": optimizer, "num_updates": num_updates or self.num_updates}
+        return [cell for cell in self.store.all("losses").values() if wanted.items() <= cell.items()]
+
+    def losses(self, task: str, optimizer: str, rate: float, delays: str, num_updates: int | None = None) -> dict[int, float]:
+        """Return the last validation loss of each seed."""
+        wanted = {"learning_rate": rate, "delays": delays}
+        return {cell["seed"]: last(cell) for cell in self.curves(task, optimizer, num_updates) if wanted.items() <= cell.items()}
+
+    def best_rate(self, task: str, optimizer: str) -> float | None:
+        """Return the rate with the least synchronous loss of seed 0."""
+        without = synchronous_delays(self.store, task)
+        found = {c["learning_rate"]: last(c) for c in self.curves(task, optimizer) if (c["delays"], c["seed"]) == (without, 0)}
+        return min(found, key=found.__getitem__, default=None)
+
+    def optimizers(self, task: str) -> list[str]:
+        """Return the optimizers with curves."""
+        return list(dict.fromkeys(cell["optimizer"] for cell in self.store.all("losses").values() if cell["task"] == task))
+
+    @cached_property
+    def _seconds(self) -> dict[str, Any]:
+        return self.store.all("seconds")
+
+    def seconds(self, task: str, layers_of: str) -> dict[Scheduled, dict[str, Any]]:
+        """Return what is known of each simulated schedule."""
+        keys = {each: f"{task}-{layers_of}-{str(each).replace(' ', '-')}" for each in SCHEDULED}
+        return {each: self._seconds[key] for each, key in keys.items() if key in self._seconds}
+
+    def more_updates(self, task: str, optimizer: str, delays: str) -> float | None:
+        """Return how many times as many updates a late schedule needs for the synchronous loss: exp(difference / b), L = a - b ln N."""
+        rate, without = self.best_rate(task, optimizer), synchronous_delays(self.store, task)
+        if rate is None:
+            return None
+        late, on_time = (self.losses(task, optimizer, rate, each) for each in (delays, without))
+        half = self.losses(task, optimizer, rate, without, self.num_updates // 2)
+        seeds = late.keys() & on_time.keys()
+        if not seeds or 0 not in half or 0 not in on_time:
+            return None
+        slope = (half[0] - on_time[0]) / math.log(2)
+        return math.exp(fmean(late[seed] - on_time[seed] for seed in seeds) / slope)
+
+
+def last(cell: dict[str, Any]) -> float:
+    """Return the validation loss at the end."""
+    loss: float = list(cell["validation"].values())[-1]
+    return loss if math.isfinite(loss) else math.inf
+
+
+def tables(found: Found, task: str, layers_of: str) -> Iterator[tuple[str, Rows]]:
+    """Yield the title and the rows of each table."""
+    yield f"{task}: seconds of an update, simulated, each schedule on its own best cut", _seconds(found, task, layers_of)
+    yield f"{task}: validation loss after {found.num_updates} updates", _losses(found, task)
+    for optimizer in found.optimizers(task):
+        yield (
+            f"{task}, {optimizer}: the loss of the fastest synchronous schedule, how much sooner",
+            _sooner(found, task, optimizer, layers_of),
+        )
+
+
+def fastest(seconds: dict[Scheduled, dict[str, Any]], *, synchronous: bool) -> Scheduled | None:
+    """Return the schedule with the shortest update."""
+    of_kind = [each for each in seconds if each.is_synchronous is synchronous]
+    return min(of_kind, key=lambda each: float(seconds[each]["update_s"]), default=None)
+
+
+def _seconds(found: Found, task: str, layers_of: str) -> Rows:
+    seconds = found.seconds(task, layers_of)
+    rehearsals = found.store.all("rehearsed")
+    best = fastest(seconds, synchronous=True)
+    rows: Rows = []
+    for each, cell in seconds.items():
+        rehearsal = rehearsals.get(f"{task}-{layers_of}-{str(each).replace(' ', '-')}")
+        rows.append({
+            "schedule": str(each),
+            "update s": f"{cell['update_s']:.4f}",
+            "best synchronous / it": f"{seconds[best]['update_s'] / cell['update_s']:.3f}" if best else "",
+            "rehearsed / simulated": f"{rehearsal['rehearsed_s'] / rehearsal['predicted_s']:.3f}" if rehearsal else "",
+            "bubble": f"{cell['bubble']:.1%}",
+            "mean delay": f"{cell['mean_delay']:.3f}",
+            "cut": " ".join(map(str, cell["sizes"])),
+        })
+    return rows
+
+
+def _losses(found: Found, task: str) -> Rows:
+    without = synchronous_delays(found.store, task)
+    rows: Rows = []
+    for optimizer in found.optimizers(task):
+        curves = found.curves(task, optimizer)
+        best = found.best_rate(task, optimizer)
+        keys = {(cell["learning_rate"], cell["delays"]) for cell in curves}
+        for rate, delays in sorted(keys, key=lambda key: (key[0], key[1] != without)):
+            losses, on_time = (found.losses(task, optimizer, rate, each) for each in (delays, without))
+            differences = [losses[seed] / on_time[seed] - 1 for seed in sorted(losses.keys() & on_time.keys())]
+            more = found.more_updates(task, optimizer, delays) if rate == best else None
+            rows.append({
+                "optimizer": optimizer,
+                "rate": f"{rate:g}" + (" *" if rate == best else ""),
+                "delays of": ", ".join(map(str, _named(found, task, delays))) or "synchronous",
+                "mean delay": f"{delays_of(found.store.folder, delays).mean_delay:.3f}",
+                "losses by seed": " ".join(f"{losses[seed]:.4f}" for seed in sorted(losses)),
+                "over synchronous": f"{fmean(differences):+.2%}" if differences and delays != without else "",
+                "updates, times": f"{more:.3f}" if more is not None and delays != without else "",
+            })
+    return rows
+
+
+def _named(found: Found, task: str, delays: str) -> list[Scheduled]:
+    cells = {key: cell for key, cell in found.store.all("seconds").items() if cell["delays"] == delays}
+    return [each for each in SCHEDULED if not each.is_synchronous and any(_is_of(key, task, each) for key in cells)]
+
+
+def _is_of(key: str, task: str, scheduled: Scheduled) -> bool:
+    return key.startswith(f"{task}-") and key.endswith(f"-{str(scheduled).replace(' ', '-')}")
+
+
+def _sooner(found: Found, task: str, optimizer: str, layers_of: str) -> Rows:
+    seconds = found.seconds(task, layers_of)
+    best = fastest(seconds, synchronous=True)
+    if best is None:
+        return []
+    rows = []
+    for each, cell in seconds.items():
+        more = None if each.is_synchronous else found.more_updates(task, optimizer, cell["delays"])
+        if more is not None:
+            faster = seconds[best]["update_s"] / cell["update_s"]
+            rows.append((faster / more, each, faster, more))
+    return [
+        {
+            "schedule": str(each),
+            f"an update, times as fast as {best}": f"{faster:.3f}",
+            "updates for the same loss, times": f"{more:.3f}",
+            "same loss, times as soon": f"{ratio:.3f}",
+        }
+        for ratio, each, faster, more in sorted(rows, key=lambda row: row[0], reverse=True)
+    ]
+
+
+def figure(found: Found, tasks: Sequence[str], layers_of: str) -> str:
+    """Return the curves of the optimizer with the least synchronous loss over simulated seconds, as SVG."""
+    panels = []
+    for task in tasks:
+        curves = dict(_drawn(found, task, layers_of))
+        if curves:
+            ends = [y for curve in curves.values() for _, y in curve]
+            panels.append(Panel(f"{task}: training loss", "simulated seconds", curves, min(ends), min(ends) * 1.35))
+    return draw(panels)
+
+
+def _drawn(found: Found, task: str, layers_of: str) -> Iterator[tuple[str, Curve]]:
+    seconds, without = found.seconds(task, layers_of), synchronous_delays(found.store, task)
+    known = {optimizer: rate for optimizer in found.optimizers(task) if (rate := found.best_rate(task, optimizer)) is not None}
+    losses = {optimizer: found.losses(task, optimizer, rate, without).get(0, math.inf) for optimizer, rate in known.items()}
+    if (optimizer := min(losses, key=losses.__getitem__, default=None)) is None or (best := fastest(seconds, synchronous=True)) is None:
+        return
+    curves = {
+        cell["delays"]: cell["losses"]
+        for cell in found.curves(task, optimizer)
+        if (cell["learning_rate"], cell["seed"]) == (known[optimizer], 0)
+    }
+    late = [each for each, cell in seconds.items() if not each.is_synchronous and cell["delays"] in curves]
+    for each in [best, *sorted(late, key=lambda one: float(seconds[one]["update_s"]))[:_MOST_DRAWN]]:
+        smooth = _smoothed(curves[without if each.is_synchronous else seconds[each]["delays"]])
+        yield f"{each}, {optimizer}", [(number * seconds[each]["update_s"], loss) for number, loss in smooth]
+
+
+def _smoothed(losses: Sequence[float]) -> list[tuple[int, float]]:
+    return [(end, fmean(losses[end - _SMOOTHED : end])) for end in range(_SMOOTHED, len(losses) + 1)]

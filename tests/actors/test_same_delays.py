@@ -1,0 +1,96 @@
+"""Orders with equal delays give equal losses: those of `benchmarks/time_to_loss.py`, and the one worker that stands for them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+
+import pytest
+import torch
+from in_turn import in_turn
+from same_delays import NUM_LISTED, Delays
+
+from raypipe.actors.execution.report import mean_losses
+from raypipe.actors.local import LocalPipeline
+from raypipe.actors.stage.optimizers import build_optimizer
+from raypipe.artifacts.cut import Cut
+from raypipe.config import OptimizerConfig
+from raypipe.model import Batch
+from raypipe.models.mlp import mlp
+from raypipe.schedules.catalogue import build
+from raypipe.schedules.ir import Schedule, UpdateScope
+from raypipe.schedules.request import ScheduleRequest
+
+NUM_DEVICES, NUM_ROWS, NUM_UPDATES, WIDTH = 8, 16, 6, 8
+OPTIMIZER = OptimizerConfig(name="muon", gradient_correction=0.5, learning_rate=2e-2, warmup_updates=2, max_grad_norm=0.5)
+CASES = [("pipedream-2bw", 8), ("async-1f1b", 8), ("async-1f1b", 16), ("amdp", 8), ("amdp", 16), ("amdp-auto", 8), ("amdp-auto", 16)]
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The same rows of an update for all numbers of microbatches."""
+
+    num_microbatches: int
+
+    def batch(self, microbatch: int, rows: tuple[float, float]) -> Batch:
+        update, number = divmod(microbatch, self.num_microbatches)
+        generator = torch.Generator().manual_seed(update)
+        inputs = torch.randn(NUM_ROWS, WIDTH, generator=generator, dtype=torch.float64)
+        size = NUM_ROWS // self.num_microbatches
+        first, end = (round(number * size + share * size) for share in rows)
+        return {"inputs": inputs[first:end], "targets": inputs.flip(1)[first:end]}
+
+
+def losses(schedule: Schedule, cut: Cut) -> list[float]:
+    model = mlp(num_layers=len([layer for layers in cut.stages for layer in layers]), width=WIDTH, dtype="float64")
+    pipeline = LocalPipeline(
+        model,
+        cut=cut,
+        schedule=schedule,
+        batches=Rows(schedule.num_microbatches),
+        optimizer=partial(build_optimizer, OPTIMIZER),
+        learning_rate=partial(OPTIMIZER.rate, num_updates=NUM_UPDATES),
+        seed=0,
+        max_grad_norm=OPTIMIZER.max_grad_norm,
+    )
+    return mean_losses(in_turn(pipeline).run_window(), num_microbatches=schedule.num_microbatches)
+
+
+def order(name: str, num_microbatches: int, num_updates: int = NUM_UPDATES) -> Schedule:
+    return build(name, ScheduleRequest(NUM_DEVICES, num_microbatches, num_updates, update_scope=UpdateScope.GLOBAL))
+
+
+def chain(sizes: list[int]) -> Cut:
+    return Cut.of_sizes(sizes, tuple((layer, layer + 1) for layer in range(sum(sizes) - 1)))
+
+
+@pytest.mark.parametrize(("name", "num_microbatches"), CASES)
+def test_one_worker_has_the_losses_of_eight_devices(name: str, num_microbatches: int) -> None:
+    cut = chain([2, 1, 1, 1, 1, 1, 1, 2])
+    delays = Delays.of(order(name, num_microbatches), cut)
+    there = losses(order(name, num_microbatches), cut)
+    assert delays.num_microbatches <= num_microbatches
+    assert there == pytest.approx(losses(delays.schedule(NUM_UPDATES), delays.cut), rel=1e-9)
+    assert there != pytest.approx(losses(order("1f1b", 8), cut), rel=1e-6), "delays change the losses, or the test says nothing"
+
+
+def test_synchronous_orders_have_one_table_and_one_curve() -> None:
+    cut = chain([1, 1, 1, 1, 1, 1, 2, 2])
+    tables = {Delays.of(order(name, number, NUM_LISTED + 1), cut).digest for name, number in [("1f1b", 8), ("zb-h1", 16), ("gpipe", 8)]}
+    assert len(tables) == 1
+    curves = [losses(order(name, number), cut) for name, number in [("1f1b", 8), ("zb-h1", 16)]]
+    assert curves[0] == pytest.approx(curves[1], rel=1e-9)
+
+
+def test_two_orders_with_equal_tables_have_equal_losses() -> None:
+    """PipeDream-2BW is one update late however many microbatches there are, and wherever the stages are cut."""
+    first, second = chain([2, 1, 1, 1, 1, 1, 1, 2]), chain([1, 1, 1, 1, 1, 1, 2, 2])
+    orders = order("pipedream-2bw", 8), order("pipedream-2bw", 16)
+    assert Delays.of(orders[0], first).digest == Delays.of(orders[1], second).digest
+    assert losses(orders[0], first) == pytest.approx(losses(orders[1], second), rel=1e-9)
+
+
+def test_other_delays_have_another_digest() -> None:
+    cut = chain([1, 1, 1, 1, 1, 1, 2, 2])
+    found = {Delays.of(order(name, number), cut).digest for name, number in [("1f1b", 8), *CASES]}
+    assert len(found) == 1 + len(CASES)
