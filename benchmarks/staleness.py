@@ -9,8 +9,8 @@ With the first moment's decay b the weights follow
     AdamW    x' = x - r m                           m = b m_before + (1 - b) g         g = c ((1 - s) x + s x_before)
     NAdamW   x' = x - r (b m + (1 - b) g)
 
-With a look-ahead L, x' - x is (1 + L) times that step less L times the one before; a gradient correction C is the same for g, and in one
-direction has the same effect. The weights stay bounded while no root of the characteristic polynomial is outside the unit circle.
+With a look-ahead L, x' - x is (1 + L s) times that step less L s times the one before; a gradient correction C is the same for g, and in
+one direction has the same effect. The weights stay bounded while no root of the characteristic polynomial is outside the unit circle.
 Printed is the largest r c. Without delay AdamW's is 2 (1 + b) / (1 - b) (Cohen et al. 2022, arXiv 2207.14484); with a delay of one update
 it is 1, whatever b is.
 """
@@ -38,10 +38,10 @@ def largest_stable(beta: float, share: float, *, looks_ahead: bool, correction: 
         looks_ahead: NAdamW instead of AdamW.
         correction: look-ahead or gradient correction.
     """
-    # In z, by which the weights grow in an update, times z cubed: (z - 1)(1 - b/z) + a (1 + ahead - ahead/z)(1 - s + s/z)(1 + L - L/z).
+    # In z, by which the weights grow in an update, times z cubed: (z - 1)(1 - b/z) + a (1 + ahead - ahead/z)(1 - s + s/z)(1 + L s - L s/z).
     ahead = beta if looks_ahead else 0.0
     without = np.polymul(np.polymul([1, -1], [1, -beta]), [1, 0, 0])
-    gradient = np.polymul(np.polymul([1 + ahead, -ahead], [1 - share, share]), [1 + correction, -correction])
+    gradient = np.polymul(np.polymul([1 + ahead, -ahead], [1 - share, share]), [1 + correction * share, -correction * share])
     low, high = 0.0, 10.0
     for _ in range(_HALVINGS):
         middle = (low + high) / 2

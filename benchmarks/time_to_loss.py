@@ -40,6 +40,7 @@ from time_to_loss_runs import (
     simulated,
     synchronous_delays,
     train,
+    without_corrections,
 )
 
 from raypipe.errors import RaypipeError
@@ -67,6 +68,7 @@ class Cells:
         self.task = task
         self.store = store
         self.options = options
+        self.without = synchronous_delays(store, task)
         self.found = Found(store, options.updates)
         self.end_s = time.monotonic() + 60 * options.budget if options.budget else float("inf")
 
@@ -77,6 +79,7 @@ class Cells:
 
     def curve(self, optimizer: str, rate: float, seed: int, delays: str) -> None:
         """Compute a curve, if there is time and none is there."""
+        optimizer = without_corrections(optimizer) if delays == self.without else optimizer
         key = LossKey(self.task, optimizer, rate, self.options.updates, seed, delays)
         if self.is_over or self.store.get("losses", str(key)) is not None:
             return
@@ -104,16 +107,15 @@ class Cells:
             self._losses()
 
     def _losses(self) -> None:
-        without = synchronous_delays(self.store, self.task)
         for rate in self.options.rates:
             for optimizer in self.options.optimizers:
-                self.curve(optimizer, rate, 0, without)
+                self.curve(optimizer, rate, 0, self.without)
         late = [each for each in SCHEDULED if not each.is_synchronous and str(each) in (self.options.cases or map(str, SCHEDULED))]
         for seed in self.options.seeds:
             for optimizer in self.options.optimizers:
                 rate = self.found.best_rate(self.task, optimizer)
                 if rate is not None:
-                    self.curve(optimizer, rate, seed, without)
+                    self.curve(optimizer, rate, seed, self.without)
             for scheduled in sorted(late, key=informative):
                 for optimizer in self.options.optimizers:
                     rate = self.found.best_rate(self.task, optimizer)

@@ -10,7 +10,7 @@ from statistics import fmean
 from typing import Any
 
 from curves import Curve, Panel, draw
-from time_to_loss_runs import SCHEDULED, Scheduled, Store, delays_of, synchronous_delays
+from time_to_loss_runs import SCHEDULED, Scheduled, Store, delays_of, synchronous_delays, without_corrections
 
 Rows = list[dict[str, str]]
 _SMOOTHED = 15
@@ -33,12 +33,15 @@ class Found:
     def losses(self, task: str, optimizer: str, rate: float, delays: str, num_updates: int | None = None) -> dict[int, float]:
         """Return the last validation loss of each seed."""
         wanted = {"learning_rate": rate, "delays": delays}
+        if delays == synchronous_delays(self.store, task):
+            optimizer = without_corrections(optimizer)
         return {cell["seed"]: last(cell) for cell in self.curves(task, optimizer, num_updates) if wanted.items() <= cell.items()}
 
     def best_rate(self, task: str, optimizer: str) -> float | None:
         """Return the rate with the least synchronous loss of seed 0."""
         without = synchronous_delays(self.store, task)
-        found = {c["learning_rate"]: last(c) for c in self.curves(task, optimizer) if (c["delays"], c["seed"]) == (without, 0)}
+        curves = self.curves(task, without_corrections(optimizer))
+        found = {c["learning_rate"]: last(c) for c in curves if (c["delays"], c["seed"]) == (without, 0)}
         return min(found, key=found.__getitem__, default=None)
 
     def optimizers(self, task: str) -> list[str]:

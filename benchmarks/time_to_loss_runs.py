@@ -159,6 +159,12 @@ class LossKey:
         return f"{self.task}-{self.optimizer}-rate{self.learning_rate:g}-updates{self.num_updates}-seed{self.seed}-{self.delays}"
 
 
+def without_corrections(optimizer: str) -> str:
+    """Return the optimizer whose curve an optimizer has where nothing is late, and nothing is corrected."""
+    plain = replace(OPTIMIZERS[optimizer].optimizer, lookahead=0.0, gradient_correction=0.0)
+    return next(name for name, recipe in OPTIMIZERS.items() if recipe.optimizer == plain)
+
+
 def train(key: LossKey, delays: Delays, data: Path) -> dict[str, Any]:
     """Return the training loss of each update and the validation loss after each window; ends where a loss is no longer a number."""
     torch.set_num_threads(1)
@@ -254,7 +260,9 @@ def simulated(store: Store, task: str, optimizer: str, scheduled: Scheduled, dat
     key = _seconds_key(task, optimizer, scheduled)
     if (cell := store.get("seconds", key)) is None:
         problem = problem_of(measured(store, task, optimizer, scheduled.num_rows, data), scheduled)
-        cuts = best_cut(scheduled.case, problem, SCOPE)
+        num_stages = NUM_DEVICES * scheduled.case.chunks
+        is_free = num_stages < problem.num_layers
+        cuts = best_cut(scheduled.case, problem, SCOPE) if is_free else tuple(range(num_stages + 1))
         schedule, timing = timed(scheduled.case, problem, SCOPE, cuts, NUM_TIMED_UPDATES)
         busy_s = sum(timing.busy_s) / NUM_DEVICES / schedule.num_updates
         sizes = [end - first for first, end in pairwise(cuts)]

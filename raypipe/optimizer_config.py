@@ -70,8 +70,10 @@ class OptimizerConfig:
         weight_decay: Weight decay of all weights with two dimensions or more; left out for the optimizer's own, which is 0.1 for `adamw`,
             `nadamw` and `muon`.
         max_grad_norm: Norm to which gradients are clipped, over the scope of the update; `null` for no limit.
-        lookahead: Updates by which the weights stand ahead of the optimizer, along its last step; for late gradients, their delay.
-        gradient_correction: Factor of the difference to the last gradient, which is added to each gradient; for late gradients.
+        lookahead: Updates by which the weights stand ahead of the optimizer, along its last step, for each update by which a stage's
+            gradients are late on average.
+        gradient_correction: Factor of the difference to the last gradient, which is added to each gradient, for each update by which a
+            stage's gradients are late on average.
     """
 
     name: str = OptimizerName.ADAMW.value

@@ -104,6 +104,7 @@ class DeviceProgram:
         worker: The worker that the device is, or is a replica of.
         rows: The device's share of every microbatch's rows, from 0 to 1.
         primary_stages: Stages whose first copy is on this device. Only that copy counts in norms, in sums of ties and in checkpoints.
+        delays: Stage, update and mean delay of the gradients, where these are late; for the executor's optimizers alone.
     """
 
     device: int
@@ -116,6 +117,12 @@ class DeviceProgram:
     update_scope: UpdateScope
     forward_only: bool
     primary_stages: frozenset[int]
+    delays: tuple[tuple[int, int, float], ...] = ()
+
+    @cached_property
+    def delay_of(self) -> dict[tuple[int, int], float]:
+        """For each (stage, update) with late gradients, their mean delay over all microbatches."""
+        return {(stage, update): delay for stage, update, delay in self.delays}
 
     @cached_property
     def last_reads(self) -> dict[tuple[int, int], int]:

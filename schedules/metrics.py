@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from fractions import Fraction
 
-from raypipe.schedules.ir import OpKind, Schedule, StageReplica, ops_of, reads
+from raypipe.schedules.ir import Op, OpKind, Schedule, StageReplica, ops_of, reads
 
 
 @dataclass(frozen=True)
@@ -40,21 +40,37 @@ def metrics(schedule: Schedule, *, holds_nothing: Collection[int] = ()) -> Sched
     copies = Counter[int]()
     for replica in schedule.first_pipeline:
         copies[replica.worker] += _peak_versions(schedule, replica)
-    mismatch = 0
-    delays: list[int] = []
-    if schedule.weight_rule.overlaps_updates:
-        for op, _ in schedule.ops():
-            if op.kind.gives_input_gradient:
-                forward = reads(schedule, schedule.find(op._replace(kind=OpKind.FORWARD))[0])
-                mismatch = max(mismatch, reads(schedule, op) - forward)
-                delays.append(schedule.update(op) - forward)
+    versions = list(_forward_versions(schedule))
+    mismatch = max((reads(schedule, op) - version for op, version in versions), default=0)
+    delays = [schedule.update(op) - version for op, version in versions]
     return ScheduleMetrics(
         peak_in_flight=in_flight,
         weight_copies=tuple(copies[worker] for worker in range(schedule.num_workers)),
-        max_mismatch=mismatch,
+        max_mismatch=max(mismatch, 0),
         max_delay=max(delays, default=0),
         mean_delay=sum(delays) / len(delays) if delays else 0.0,
     )
+
+
+def mean_delays(schedule: Schedule) -> dict[tuple[int, int], float]:
+    """Return, by stage and update, the mean delay of the gradients over all microbatches, where it is not 0.
+
+    Stages that share a weight have the mean of theirs: they make one step with it.
+    """
+    delays: dict[tuple[int, int], list[int]] = {}
+    for op, version in _forward_versions(schedule):
+        tie = schedule.graph.tie_of.get(op.stage)
+        for stage in (op.stage,) if tie is None else schedule.graph.ties[tie]:
+            delays.setdefault((stage, schedule.update(op)), []).append(schedule.update(op) - version)
+    return {key: sum(each) / len(each) for key, each in sorted(delays.items()) if any(each)}
+
+
+def _forward_versions(schedule: Schedule) -> Iterator[tuple[Op, int]]:
+    """Yield each Op that gives an input gradient with the version that its forward read; nothing where no weights are late."""
+    if schedule.weight_rule.overlaps_updates:
+        for op, _ in schedule.ops():
+            if op.kind.gives_input_gradient:
+                yield op, reads(schedule, schedule.find(op._replace(kind=OpKind.FORWARD))[0])
 
 
 def _peak_in_flight(schedule: Schedule, worker: int, holds_nothing: Collection[int]) -> int:

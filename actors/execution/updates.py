@@ -108,6 +108,7 @@ class Updates:
             keep_old=self._program.last_reads[op.stage, op.index] > position,
             shared=shared,
             steps=op.index not in self._skipped,
+            delay=self._program.delay_of.get((op.stage, op.index), 0.0),
         )
 
     def starting(self, bound: BoundOp, steps: Sequence[StartStep]) -> AbstractContextManager[None]:

@@ -3,14 +3,15 @@
 With a delay of one update, the gradient that steps the weights `x(t)` was taken at `x(t - 1)`. Both corrections go around any optimizer,
 whose step from its gradient `g` is `d(g)`; they are reconstructions from abstracts, and not the papers' own code.
 
-    look-ahead            x(t + 1) = x(t) + d(t) + L (d(t) - d(t - 1))
-                          The weights stand L updates ahead of where the optimizer has come to, so that a late gradient is of about the
+    look-ahead            x(t + 1) = x(t) + d(t) + L (s(t) d(t) - s(t - 1) d(t - 1))
+                          The weights stand L s updates ahead of where the optimizer has come to, so that a late gradient is of about the
                           weights that it changes. With a momentum as `d`, Nesterov's look-ahead (Ajanthan et al. 2025, arXiv 2505.01099).
-    gradient correction   d(t) = d(g(t) + C (g(t) - g(t - 1)))
+    gradient correction   d(t) = d(g(t) + C s(t) (g(t) - g(t - 1)))
                           What the last gradient changed by is fed back, as the error of the late one (Zmushko et al. 2026,
                           arXiv 2606.30634).
 
-Each keeps one tensor of the size of a weight, `late_step` and `late_gradient`, beside the optimizer's own state.
+s is the mean delay of the gradients of the stage in an update: of K rounds of which one is late, s = 1 / K; and where nothing is late,
+nothing is corrected. Each keeps one tensor of the size of a weight, `late_step` and `late_gradient`, beside the optimizer's own state.
 """
 
 from __future__ import annotations
@@ -30,6 +31,9 @@ class LateGradients(torch.optim.Optimizer):
         inner: The optimizer; its groups and state are shared.
         lookahead: L above.
         gradient_correction: C above.
+
+    Attributes:
+        delay: s above, which is set before each step.
     """
 
     def __init__(self, inner: torch.optim.Optimizer, *, lookahead: float, gradient_correction: float) -> None:
@@ -39,6 +43,7 @@ class LateGradients(torch.optim.Optimizer):
         self.state = inner.state
         self.lookahead = lookahead
         self.gradient_correction = gradient_correction
+        self.delay = 0.0
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
@@ -48,7 +53,7 @@ class LateGradients(torch.optim.Optimizer):
         gradients = [gradient.clone() for _, gradient in stepped] if self.gradient_correction else []
         for (weight, _), gradient in zip(stepped, gradients, strict=False):
             if (before := self.state[weight].get(_GRADIENT)) is not None:
-                weight.grad = gradient.add(gradient - before, alpha=self.gradient_correction)
+                weight.grad = gradient.add(gradient - before, alpha=self.gradient_correction * self.delay)
         old = [weight.detach().clone() for weight, _ in stepped] if self.lookahead else []
         self.inner.step()
         for (weight, _), gradient in zip(stepped, gradients, strict=False):
@@ -58,9 +63,10 @@ class LateGradients(torch.optim.Optimizer):
         return None
 
     def _look_ahead(self, weight: Tensor, step: Tensor) -> None:
+        late = step * self.delay
         if (before := self.state[weight].get(_STEP)) is not None:
-            weight.add_(step - before, alpha=self.lookahead)
-        self.state[weight][_STEP] = step
+            weight.add_(late - before, alpha=self.lookahead)
+        self.state[weight][_STEP] = late
 
     def _with_gradients(self) -> Iterator[tuple[Tensor, Tensor]]:
         for group in self.param_groups:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from raypipe.actors.stage.gradients import WHOLE, Bucket, GradientBuffers, squared_norm
+from raypipe.actors.stage.late_gradients import LateGradients
 from raypipe.actors.stage.layers import RngKey
 from raypipe.actors.stage.lookups import Lookups
 from raypipe.actors.stage.module import Outputs, StageModule
@@ -153,6 +154,7 @@ class Weights:
         keep_old: bool,
         shared: Tensor | None = None,
         steps: bool = True,
+        delay: float = 0.0,
     ) -> None:
         """Make version `update + 1` from version `update`, and drop its gradients; of weights that copies divide, until `receive`, a part.
 
@@ -163,6 +165,7 @@ class Weights:
             keep_old: Whether version `update` is still to be read.
             shared: Clipped sum of `shared_gradients`.
             steps: Whether weights and optimizer state change; otherwise the new version equals the old one.
+            delay: Updates by which the gradients are late, the mean over all copies of the stage.
         """
         gradients = self.gradients.pop(update)
         if shared is not None:
@@ -178,6 +181,8 @@ class Weights:
                 master.grad = gradient
             for group in self.optimizer.param_groups:
                 group["lr"] = learning_rate * group.get(RATE_FACTOR, 1.0)
+            if isinstance(self.optimizer, LateGradients):
+                self.optimizer.delay = delay
             self.optimizer.step()
             for master in self.masters:
                 master.grad = None

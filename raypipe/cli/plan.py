@@ -24,6 +24,7 @@ from raypipe.planning import plan as planning
 from raypipe.planning.evaluator import Evaluation, OnEvaluated
 from raypipe.planning.extrapolation import MOST_EXACT
 from raypipe.planning.planners import AUTO, PLANNERS
+from raypipe.planning.staleness_cost import both_halves, settled_delay
 from raypipe.show.console import progress_console
 from raypipe.show.report import Figure, Report, rows_table
 from raypipe.show.tables import plan_report, prediction, stage_table
@@ -72,6 +73,11 @@ _QUICK = 0.05
     help="Largest allowed mean of the delay that --max-staleness limits, over microbatches and stages.",
 )
 @click.option(
+    "--optimizer",
+    metavar="NAME",
+    help="Compare plans by seconds to the same loss: late gradients cost this optimizer updates.  [default: by seconds of an update]",
+)
+@click.option(
     "--updates-per-window",
     type=COUNT,
     default=10,
@@ -113,6 +119,7 @@ def plan(
     max_staleness: int | None,
     max_mismatch: int | None,
     max_mean_staleness: float | None,
+    optimizer: str | None,
     updates_per_window: int,
     recompute: bool,
     effort: float,
@@ -135,6 +142,7 @@ def plan(
         max_staleness=max_staleness,
         max_mismatch=max_mismatch,
         max_mean_staleness=max_mean_staleness,
+        optimizer=optimizer,
         updates_per_window=updates_per_window,
         recompute=recompute,
         effort=effort,
@@ -164,7 +172,7 @@ def plan(
     # A whole update on very many devices would be simulated for longer than it was planned.
     small = found.schedule.num_microbatches * len(found.devices) <= MOST_EXACT
     communication = stage_communication(found, simulate(found)) if small else []
-    report = plan_report(found, communication, planning_s=took_s)
+    report = plan_report(found, communication, planning_s=took_s, optimizer=optimizer)
     if interrupted():
         notice("interrupted: this is the best plan so far")
         explain = compare = False
@@ -185,7 +193,7 @@ def plan(
         explained = explanation.report().figures if explanation else ()
         print_json(Report(*report.figures, *explained, *compared).document())
         return interrupted.exit_code
-    _print(found, report, communication)
+    _print(found, report, communication, optimizer=optimizer)
     if explanation:
         explanation.show(console())
     if others:
@@ -226,7 +234,7 @@ def _compared(make: Callable[..., Plan], planner: str, found: Plan) -> Report:
     )
 
 
-def _print(found: Plan, report: Report, communication: Sequence[StageCommunication]) -> None:
+def _print(found: Plan, report: Report, communication: Sequence[StageCommunication], *, optimizer: str | None) -> None:
     screen = console()
     screen.print(
         f"{found.name} on {found.topology.name}: {counted(len(found.stages), 'stage')} on {counted(len(found.devices), 'device')}, "
@@ -241,6 +249,8 @@ def _print(found: Plan, report: Report, communication: Sequence[StageCommunicati
     if figures["idle_devices"]:
         screen.print(f"\nidle: {', '.join(figures['idle_devices'])}")
     screen.print(f"\n{report.sentence()}")
+    if optimizer is not None and found.schedule.weight_rule.overlaps_updates:
+        screen.print(both_halves(prediction(found).update_s, settled_delay(found.schedule), optimizer))
 
 
 def _print_others(others: Mapping[str, Report]) -> None:

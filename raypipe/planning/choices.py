@@ -107,7 +107,7 @@ class ChoicePlanner:
         return None if evaluation is None or evaluation.missing_bytes else evaluation
 
     def best(self, effort: float, errors: Callable[[Choice], float], ran: Iterable[Choice]) -> tuple[Choice, Evaluation]:
-        """Return the fastest choice now, improving also those that ran.
+        """Return the choice that reaches a loss soonest now, improving also those that ran.
 
         `errors` returns measured over predicted seconds of a choice; predictions are multiplied by it.
 
@@ -126,16 +126,16 @@ class ChoicePlanner:
                         failures.append(str(error))
                     continue
                 choice = self.choice_of(division, evaluation.layout)
-                candidates.append((evaluation.update_s * errors(choice), len(candidates), choice, evaluation))
+                candidates.append((evaluation.loss_s * errors(choice), len(candidates), choice, evaluation))
         for choice in ran:
             if (known := self.predicted(choice)) is not None:
-                candidates.append((known.update_s * errors(choice), len(candidates), choice, known))
+                candidates.append((known.loss_s * errors(choice), len(candidates), choice, known))
                 evaluator = self.evaluator(choice.division)
                 near = climbed(evaluator, known, most_steps=_STEPS, neighbors=_neighbors)
                 near = with_hidden_transfers(evaluator, near, most_steps=_STEPS)
                 if near is not None and near is not known and not near.missing_bytes:
                     improved = self.choice_of(choice.division, near.layout)
-                    candidates.append((near.update_s * errors(improved), len(candidates), improved, near))
+                    candidates.append((near.loss_s * errors(improved), len(candidates), improved, near))
         if not candidates:
             raise PlanError("no plan was found: " + "; ".join(failures))
         _, _, choice, evaluation = min(candidates)

@@ -31,6 +31,7 @@ class Evaluation:
         timing: Times of one update, or of a few where updates overlap.
         num_updates: Number of updates of the planned window.
         extrapolated_s: Seconds of one update, where `timing` has fewer microbatches, or workers as one device each.
+        more_updates: Number of updates to the same loss over that without late gradients; 1 where loss does not count.
     """
 
     layout: Layout
@@ -38,6 +39,7 @@ class Evaluation:
     missing_bytes: float
     num_updates: int = 1
     extrapolated_s: float | None = None
+    more_updates: float = 1.0
 
     @property
     def update_s(self) -> float:
@@ -46,6 +48,11 @@ class Evaluation:
             return self.extrapolated_s
         more = self.num_updates - max(len(self.timing.order.updates), 1)
         return (self.timing.makespan_s + more * self.timing.steady_update_s) / self.num_updates
+
+    @property
+    def loss_s(self) -> float:
+        """Seconds until the loss that one update without late gradients reaches."""
+        return self.update_s * self.more_updates
 
     @property
     def devices_per_program(self) -> list[int]:
@@ -60,8 +67,8 @@ class Evaluation:
 
     @property
     def rank(self) -> tuple[float, float]:
-        """Sort key: layouts that fit first, then the faster ones."""
-        return self.missing_bytes, self.update_s
+        """Sort key: layouts that fit first, then those that reach a loss sooner."""
+        return self.missing_bytes, self.loss_s
 
 
 OnEvaluated = Callable[[Evaluation], None]  # Called with every layout that is simulated.
@@ -174,7 +181,9 @@ class LayoutEvaluator:
         )
         timing = time_order(order, cost)
         missing_bytes = self.missing_bytes(layout, lambda: timing.peak_memory_bytes)
-        return self.note(Evaluation(layout, timing, missing_bytes, window_updates(problem, layout)))
+        more_updates = 1.0 if problem.optimizer is None else self.schedules.more_updates(problem, layout, schedule)
+        evaluation = Evaluation(layout, timing, missing_bytes, window_updates(problem, layout), more_updates=more_updates)
+        return self.note(evaluation)
 
     def missing_bytes(self, layout: Layout, peaks: Callable[[], Sequence[float]]) -> float:
         """Return the bytes that the fullest device lacks; `peaks`, of each device or worker, is called only where memory is limited."""

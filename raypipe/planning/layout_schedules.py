@@ -9,6 +9,7 @@ from raypipe import stopping
 from raypipe.errors import InputError, ScheduleError
 from raypipe.planning.layout import Layout
 from raypipe.planning.problem import Problem
+from raypipe.planning.staleness_cost import more_updates, settled_delay
 from raypipe.schedule_registry import build, is_file, overlaps
 from raypipe.schedules.families import branch_aware
 from raypipe.schedules.ir import Schedule, StageGraph
@@ -109,6 +110,17 @@ class ScheduleCache:
     refusals: list[str] = field(default_factory=list, repr=False)
     unlinked: str = field(default="", repr=False)
     _compiled: dict[object, _Lowered | None] = field(default_factory=dict, repr=False)
+    _delays: dict[object, float] = field(default_factory=dict, repr=False)
+
+    def more_updates(self, problem: Problem, layout: Layout, schedule: Schedule) -> float:
+        """Return what late gradients cost the problem's optimizer, in updates to the same loss; `schedule` is that of the layout."""
+        assert problem.optimizer is not None, "there is an optimizer whose updates count"
+        if not schedule.weight_rule.overlaps_updates:
+            return 1.0
+        key = (problem.num_microbatches, self._key(problem, layout))
+        if key not in self._delays:
+            self._delays[key] = settled_delay(schedule)
+        return more_updates(problem.optimizer, self._delays[key])
 
     def compiled(self, problem: Problem, layout: Layout) -> tuple[Schedule, CompiledOrder] | None:
         """Return the schedule of a layout as simulated, and its programs; `None` where it is refused."""
@@ -137,11 +149,12 @@ class ScheduleCache:
 
     def without_refusals(self) -> ScheduleCache:
         """Share the schedules without the refusals."""
-        return ScheduleCache(self.check, _compiled=self._compiled)
+        return ScheduleCache(self.check, _compiled=self._compiled, _delays=self._delays)
 
     def clear(self) -> None:
         """Forget all schedules."""
         self._compiled.clear()
+        self._delays.clear()
 
     def _key(self, problem: Problem, layout: Layout) -> object:
         order = (layout.order, layout.max_in_flight, layout.num_pipelines, layout.ahead, layout.late)

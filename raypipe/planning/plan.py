@@ -33,6 +33,7 @@ def plan(
     max_staleness: int | None = None,
     max_mismatch: int | None = None,
     max_mean_staleness: float | None = None,
+    optimizer: str | None = None,
     updates_per_window: int = 10,
     recompute: bool = True,
     effort: float = 1.0,
@@ -54,6 +55,8 @@ def plan(
             named schedule, and for synchronous schedules only where the schedule is chosen.
         max_mismatch: Most weight versions between the forward and the backward of a microbatch; `None` for no limit.
         max_mean_staleness: Limit on the staleness averaged over microbatches and stages; `None` for no limit.
+        optimizer: Name of the optimizer for whose seconds to the same loss plans are compared: late gradients cost it updates, as
+            measured (`raypipe.planning.staleness_cost`); `None` to compare seconds of an update.
         updates_per_window: Number of updates between two drains of the pipeline, for schedules whose updates overlap.
         recompute: Whether forwards may run again where memory is short.
         effort: Effort of the search, as a multiple of the usual one.
@@ -78,6 +81,7 @@ def plan(
         max_staleness=max_staleness,
         max_mismatch=max_mismatch,
         max_mean_staleness=max_mean_staleness,
+        optimizer=optimizer,
         updates_per_window=updates_per_window,
     )
     budget = SearchBudget.usual(problem, effort=effort)

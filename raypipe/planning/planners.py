@@ -104,16 +104,16 @@ def _best(planner: Planner, evaluator: LayoutEvaluator, schedule: str, *, ahead_
     problem, estimator = evaluator.problem, evaluator.estimator
     layouts = list(planner.proposed(evaluator, schedule))
     if ahead_of is not None and not ahead_of.missing_bytes:
-        layouts = [layout for layout in layouts if problem.num_microbatches * max(estimator.busy_s(layout)) < ahead_of.update_s]
+        layouts = [layout for layout in layouts if problem.num_microbatches * max(estimator.busy_s(layout)) < ahead_of.loss_s]
     large = problem.num_microbatches * problem.num_devices > MOST_SIMULATED
     if large and ahead_of is not None and not ahead_of.missing_bytes:
-        layouts = [layout for layout in layouts if not _is_surely_behind(estimator, layout, ahead_of.update_s)]
+        layouts = [layout for layout in layouts if not _is_surely_behind(estimator, layout, ahead_of.loss_s)]
     extrapolates = isinstance(evaluator, ShortEvaluator)  # What it simulates is short already.
     quick = quick_evaluator(replace(evaluator, on_evaluated=ignore), schedule) if large and not extrapolates else None
     if quick is not None:
         judged = [(quick.simulate(layout), layout) for layout in layouts]
         ranked = sorted((evaluation.rank, at) for at, (evaluation, _) in enumerate(judged) if evaluation is not None)
-        most_s = math.inf if ahead_of is None or ahead_of.missing_bytes else _NEAR * ahead_of.update_s
+        most_s = math.inf if ahead_of is None or ahead_of.missing_bytes else _NEAR * ahead_of.loss_s
         layouts = [layouts[at] for (_, update_s), at in ranked[:_NUM_DECIDED] if update_s < most_s]
     return reduce(better, map(evaluator.simulate, layouts), None)
 

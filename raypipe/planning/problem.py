@@ -43,6 +43,7 @@ class Problem:
         state_bytes_per_parameter_byte: Gradients and optimizer state.
         updates_per_window: Number of updates between two drains, where updates overlap.
         update_scope: What updates wait for; `None` for each schedule's default.
+        optimizer: Optimizer for whose seconds to the same loss plans are compared (`staleness_cost`); `None` for seconds of an update.
 
     Raises:
         PlanError: A count is below 1 or too large to plan, or a limit below 0.
@@ -59,6 +60,7 @@ class Problem:
     max_mean_staleness: float | None = None
     updates_per_window: int = 10
     update_scope: UpdateScope | None = None
+    optimizer: str | None = None
     _rows: dict[Devices, tuple[int, ...] | None] = field(default_factory=dict, init=False, repr=False, compare=False)
     _sum_times: dict[Devices | bytes, tuple[SumTime, ...]] = field(default_factory=dict, init=False, repr=False, compare=False)
     _demands: dict[Devices, tuple[tuple[float, float], ...]] = field(default_factory=dict, init=False, repr=False, compare=False)

@@ -102,7 +102,7 @@ def _near(*found: Evaluation | None) -> Callable[[Evaluation | None], Evaluation
     def near(evaluation: Evaluation | None) -> Evaluation | None:
         if best is None or evaluation is None:
             return evaluation
-        return evaluation if evaluation.missing_bytes <= best.missing_bytes and evaluation.update_s <= _NEAR * best.update_s else None
+        return evaluation if evaluation.missing_bytes <= best.missing_bytes and evaluation.loss_s <= _NEAR * best.loss_s else None
 
     return near
 
@@ -120,7 +120,7 @@ class _Found:
         if self.certain is None or self.others is None:
             return self.certain or self.others
         # Split backwards and several stages per worker cost more than predicted: they must be ahead by more than the error of predictions.
-        ahead = (self.others.missing_bytes, self.others.update_s * _MARGIN) < self.certain.rank
+        ahead = (self.others.missing_bytes, self.others.loss_s * _MARGIN) < self.certain.rank
         return self.others if ahead else self.certain
 
     def joined(self, more: _Found) -> _Found:

@@ -12,6 +12,7 @@ from raypipe.artifacts.plan import Plan, Predicted
 from raypipe.artifacts.profile import LayerProfile, ModelProfile
 from raypipe.artifacts.topology import ClusterTopology, Link, Node, NodeLink, SharedLink
 from raypipe.artifacts.trace import Dimension
+from raypipe.planning.staleness_cost import more_updates, settled_delay
 from raypipe.schedules.passes import recomputed_stages
 from raypipe.show.report import Figure, FittedTable, Report, rows_table
 from raypipe.simulation.plan_cost import plan_cost
@@ -20,8 +21,13 @@ from raypipe.units import number, ratio, seconds, size
 _BAR = 12
 
 
-def plan_report(plan: Plan, communication: Sequence[StageCommunication] = (), *, planning_s: float | None = None) -> Report:
-    """Return a plan with its prediction, and the communication of each stage if given; names are JSON keys."""
+def plan_report(
+    plan: Plan, communication: Sequence[StageCommunication] = (), *, planning_s: float | None = None, optimizer: str | None = None
+) -> Report:
+    """Return a plan with its prediction, and the communication of each stage if given; names are JSON keys.
+
+    With an `optimizer`, also what late gradients cost it.
+    """
     predicted = prediction(plan)
     rows = plan.schedule.num_microbatches * plan.microbatch_size
     # Where no layer takes time, an update takes none: it has no rate and no bound.
@@ -44,8 +50,16 @@ def plan_report(plan: Plan, communication: Sequence[StageCommunication] = (), *,
         Figure("lower_bound_reason", predicted.lower_bound_reason, "because" if predicted.lower_bound_s else ""),
         Figure("optimality_gap", predicted.optimality_gap, "gap", ratio),
         Figure("peak_memory_bytes", list(predicted.peak_memory_bytes)),
+        *_late(plan, optimizer),
         *([Figure("planning_s", planning_s, "planned in", seconds)] if planning_s is not None else []),
     )
+
+
+def _late(plan: Plan, optimizer: str | None) -> list[Figure]:
+    if optimizer is None:
+        return []
+    mean_delay = settled_delay(plan.schedule)
+    return [Figure("mean_staleness", mean_delay), Figure("more_updates", more_updates(optimizer, mean_delay))]
 
 
 def _islands(plan: Plan) -> list[Figure]:

@@ -33,6 +33,7 @@ from raypipe.planning.layout_schedules import layout_schedule
 from raypipe.planning.plan import bound
 from raypipe.planning.problem import Devices, Problem
 from raypipe.planning.replanning import ConcurrencyPolicy, Decision
+from raypipe.planning.staleness_cost import known_optimizer
 from raypipe.schedule_registry import spec
 from raypipe.schedules.families import branch_aware
 from raypipe.schedules.ir import OpKind
@@ -287,6 +288,7 @@ class AdaptiveStrategy(Strategy):
             max_mismatch=mismatch,
             max_mean_staleness=schedule.max_mean_staleness,
             updates_per_window=self.window_sizes[-1],
+            optimizer=known_optimizer(config.optimizer),
             update_scope=schedule.update_scope or (self.schedule.update_scope if self.start else None),
         )
         rows = super().num_validation_microbatches * schedule.microbatch_size

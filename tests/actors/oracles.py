@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
+from statistics import mean
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,7 @@ from torch import Tensor, nn
 
 from raypipe.actors.execution.batches import BatchSource
 from raypipe.actors.local import LocalPipeline
+from raypipe.actors.stage.late_gradients import LateGradients
 from raypipe.actors.stage.layers import build_layer
 from raypipe.actors.stage.named_weights import NamedWeights
 from raypipe.actors.stage.weights import Optimizer
@@ -256,6 +258,7 @@ class HandPipeline:
         self.input_gradients: dict[tuple[int, int, int], Any] = {}
         self.losses: dict[int, float] = {}
         self.mismatches: dict[int, int] = {}
+        self.delays: dict[tuple[int, int], list[int]] = {}
 
     def run(self) -> None:
         """Runs all Ops of the window in some order that the programs allow."""
@@ -338,6 +341,7 @@ class HandPipeline:
             self.input_gradients[source, op.stage, op.index] = of_inputs[:, first:end]
             first = end
         key = (op.stage, op.index // self.schedule.num_microbatches)
+        self.delays.setdefault(key, []).append(key[1] - of_forward)
         before = self.gradients.get(key)
         self.gradients[key] = parts if before is None else [total + part for total, part in zip(before, parts, strict=True)]
         self.counted[key] = self.counted.get(key, 0) + 1
@@ -350,6 +354,8 @@ class HandPipeline:
         bias = self.gradients[op.stage, op.index][1]
         step = self.learning_rate
         if self.steppers is not None:
+            if isinstance(late := self.steppers[op.stage][1], LateGradients):
+                late.delay = mean(delay for stage in self.tied.get(op.stage, (op.stage,)) for delay in self.delays[stage, op.index])
             new_weight, new_bias = self._stepped(*self.steppers[op.stage], [weight, bias])
             versions.append(_Dense(new_weight, new_bias, versions[-1].tanh))
             return

@@ -14,7 +14,7 @@ from raypipe.errors import ScheduleError
 from raypipe.schedules import catalogue
 from raypipe.schedules.ir import Op, OpKind, Schedule, StageReplica, UpdateScope, WeightRule, reads
 from raypipe.schedules.lower import lower
-from raypipe.schedules.metrics import metrics
+from raypipe.schedules.metrics import mean_delays, metrics
 from raypipe.schedules.reductions import add_reductions
 from raypipe.schedules.request import ScheduleRequest, StageTimes
 from raypipe.schedules.search.dispatch import TimedPipelines, defer_updates, timed
@@ -471,3 +471,22 @@ def test_deferring_leaves_the_order_of_computation_alone() -> None:
         assert Counter(before) == Counter(after)
     assert deferred.weight_rule is WeightRule.LIVE
     assert StageReplica(0, 0) in deferred.first_pipeline
+
+
+@pytest.mark.parametrize(("name", "late"), [("pipedream-2bw", [1.0, 1.0, 1.0, 1.0]), ("async-1f1b", [0.75, 0.5, 0.25, 0.0])])
+def test_the_mean_delay_of_each_stage_and_update(name: str, late: list[float]) -> None:
+    found = mean_delays(catalogue.build(name, ScheduleRequest(4, 4, 3)))
+    assert [found.get((stage, 1), 0.0) for stage in range(4)] == late
+    assert not any(update == 0 for _, update in found), "a window begins with nothing late"
+
+
+def test_stages_that_share_a_weight_have_the_mean_of_their_delays() -> None:
+    schedule = catalogue.build("async-1f1b", ScheduleRequest(4, 4, 3))
+    alone = mean_delays(schedule)
+    together = mean_delays(replace(schedule, graph=replace(schedule.graph, ties=((0, 3),))))
+    assert together[0, 1] == together[3, 1] == (alone[0, 1] + 0.0) / 2
+    assert together[1, 1] == alone[1, 1]
+
+
+def test_synchronous_orders_have_no_delays() -> None:
+    assert mean_delays(catalogue.build("1f1b", ScheduleRequest(4, 4, 3))) == {}

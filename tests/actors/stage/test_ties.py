@@ -17,10 +17,12 @@ from raypipe.actors.stage.checkpoint import Checkpoint, load_modules, load_stage
 from raypipe.actors.stage.layers import build_layer
 from raypipe.actors.stage.module import StageModule
 from raypipe.actors.stage.named_weights import NamedWeights
+from raypipe.actors.stage.optimizers import build_optimizer
 from raypipe.actors.stage.snapshot import save_stages
 from raypipe.actors.stage.weights import Weights
 from raypipe.artifacts.checkpoint_files import CheckpointIndex
 from raypipe.artifacts.cut import Cut
+from raypipe.config import OptimizerConfig
 from raypipe.errors import ConfigError, InputError, PlanError
 from raypipe.model import Layer, Model, Tie
 from raypipe.models.gpt import gpt
@@ -232,6 +234,19 @@ def test_an_asynchronous_window_equals_its_rule_done_by_hand(name: str, size: Sc
         schedule = shard_optimizer(schedule)
     validate(schedule)
     run, _ = run_beside_hand(model, cut, schedule)
+    check_copies(run, model)
+
+
+@pytest.mark.parametrize(("name", "size"), ASYNCHRONOUS)
+def test_late_gradients_of_a_shared_weight_are_corrected_alike_on_all_stages(name: str, size: ScheduleRequest) -> None:
+    """Stages late by different amounts make one step with the weight that they share."""
+    schedule = build(name, size)
+    last = schedule.num_stages - 1
+    model = tied_mlp((("layer-0", "linear.weight"), (f"layer-{last}", "linear.weight")), num_layers=last + 1)
+    cut = cut_of(model, last + 1)
+    config = OptimizerConfig(name="nadamw", gradient_correction=0.5)
+    optimizer = partial(build_optimizer, config)
+    run, _ = run_beside_hand(model, cut, over_graph(schedule, cut.graph), optimizer=optimizer, tolerance=1e-9)
     check_copies(run, model)
 
 

@@ -1,0 +1,56 @@
+"""How many more updates late gradients take to the same loss, by optimizer.
+
+Seconds to a loss are seconds of an update times the number of updates. The first is simulated; the second was measured, for one small
+model: `python benchmarks/time_to_loss.py --report` prints both columns of `MEASURED` ("mean delay" and "updates, times").
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from itertools import pairwise
+
+from raypipe.config import OptimizerConfig, OptimizerName
+from raypipe.schedules.ir import Schedule
+from raypipe.schedules.metrics import metrics
+from raypipe.units import seconds
+
+MEASURED: Mapping[str, tuple[tuple[float, float], ...]] = {
+    OptimizerName.NADAMW: ((0.0, 1.0), (1.0, 2.0)),
+    OptimizerName.MUON: ((0.0, 1.0), (1.0, 2.0)),
+}
+"""Points (mean delay in updates, number of updates over that without delay), by rising delay; straight lines between and beyond."""
+_OF_OTHERS = OptimizerName.NADAMW
+"""AdamW bears delay no better than NAdamW, and nothing is known of other optimizers: they pay as much at least."""
+
+
+def known_optimizer(config: OptimizerConfig) -> str:
+    """Return the name in `MEASURED` under which an optimizer's delays are charged."""
+    return config.name if config.name in MEASURED else _OF_OTHERS.value
+
+
+def more_updates(optimizer: str, mean_delay: float) -> float:
+    """Return how many times as many updates an optimizer needs for the same loss.
+
+    Args:
+        optimizer: A name in `MEASURED`, or any other.
+        mean_delay: Updates by which gradients are late, over microbatches and stages.
+    """
+    points = MEASURED.get(optimizer, MEASURED[_OF_OTHERS])
+    (low, at_low), (high, at_high) = next(((a, b) for a, b in pairwise(points) if mean_delay <= b[0]), points[-2:])
+    return at_low + (mean_delay - low) * (at_high - at_low) / (high - low)
+
+
+def both_halves(update_s: float, mean_delay: float, optimizer: str) -> str:
+    """Return in words what a choice takes until a loss: seconds of an update, and how many more updates."""
+    more = more_updates(optimizer, mean_delay)
+    known = optimizer if optimizer in MEASURED else f"an optimizer like {_OF_OTHERS.value}"
+    return (
+        f"{seconds(update_s)} an update; gradients are {mean_delay:.2g} updates late on average, for which {known} takes about "
+        f"{more - 1:.1%} more updates to the same loss"
+    )
+
+
+def settled_delay(schedule: Schedule) -> float:
+    """Return the mean delay of a schedule far from the beginning of a window, whose first update has nothing late."""
+    mean = metrics(schedule).mean_delay
+    return mean * schedule.num_updates / (schedule.num_updates - 1) if schedule.num_updates > 1 else mean

@@ -1,0 +1,118 @@
+"""Plans are chosen for seconds to the same loss: seconds of an update times the updates that late gradients cost an optimizer."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from raypipe.artifacts.profile import LayerProfile, ModelProfile
+from raypipe.artifacts.topology import ClusterTopology
+from raypipe.config import OptimizerConfig, OptimizerName
+from raypipe.planning import staleness_cost
+from raypipe.planning.extrapolation import evaluator_of
+from raypipe.planning.layout import Layout
+from raypipe.planning.plan import plan
+from raypipe.planning.problem import Problem
+from raypipe.planning.solve import best_division
+from raypipe.planning.staleness_cost import MEASURED, both_halves, known_optimizer, more_updates, settled_delay
+from raypipe.schedules.catalogue import build
+from raypipe.schedules.request import ScheduleRequest
+
+NUM_DEVICES = 4
+
+
+def profile() -> ModelProfile:
+    return ModelProfile.uniform(8, forward_s=0.01, backward_s=0.02, output_bytes=1000)
+
+
+def cluster() -> ClusterTopology:
+    return ClusterTopology.uniform(NUM_DEVICES, devices_per_node=4, latency_s=1e-5, bandwidth_bytes_per_s=1e10)
+
+
+@pytest.fixture
+def costs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two optimizers: delay costs one nothing and the other as many updates again."""
+    measured = {"careless": ((0.0, 1.0), (1.0, 1.0)), OptimizerName.NADAMW.value: ((0.0, 1.0), (0.5, 1.5), (1.0, 3.0))}
+    monkeypatch.setattr(staleness_cost, "MEASURED", measured)
+
+
+@pytest.mark.usefixtures("costs")
+@pytest.mark.parametrize(("mean_delay", "expected"), [(0.0, 1.0), (0.25, 1.25), (0.5, 1.5), (0.75, 2.25), (2.0, 6.0)])
+def test_between_measured_points_are_straight_lines(mean_delay: float, expected: float) -> None:
+    assert more_updates("nadamw", mean_delay) == pytest.approx(expected)
+    assert more_updates("unheard-of", mean_delay) == pytest.approx(expected), "others pay as NAdamW"
+
+
+def test_measured_costs_start_at_one_and_never_fall() -> None:
+    for points in MEASURED.values():
+        assert points[0] == (0.0, 1.0)
+        assert list(points) == sorted(points)
+        assert [more for _, more in points] == sorted(more for _, more in points)
+
+
+@pytest.mark.parametrize(("name", "known"), [("muon", "muon"), ("nadamw", "nadamw"), ("adamw", "nadamw"), ("torch.optim.SGD", "nadamw")])
+def test_an_optimizer_that_was_not_measured_pays_as_nadamw(name: str, known: str) -> None:
+    assert known_optimizer(OptimizerConfig(name=name)) == known
+
+
+def test_the_delay_of_a_settled_window_is_that_of_a_long_one() -> None:
+    def order(num_updates: int) -> float:
+        return settled_delay(build("pipedream-2bw", ScheduleRequest(4, 8, num_updates)))
+
+    assert order(2) == pytest.approx(order(20)) == pytest.approx(1.0)
+
+
+@pytest.mark.usefixtures("costs")
+def test_a_late_layout_ranks_by_its_seconds_to_the_same_loss() -> None:
+    problem = Problem(profile(), cluster(), num_microbatches=8, microbatch_size=1, max_staleness=1)
+    layout = Layout((0, 2, 4, 6, 8), tuple((device,) for device in range(NUM_DEVICES)), "pipedream-2bw")
+    without = evaluator_of(problem).simulate(layout)
+    paid = evaluator_of(replace(problem, optimizer="nadamw")).simulate(layout)
+    assert without is not None
+    assert paid is not None
+    assert without.loss_s == without.update_s == paid.update_s
+    assert paid.more_updates == pytest.approx(3.0)
+    assert paid.rank == (0.0, pytest.approx(3 * paid.update_s))
+
+
+@pytest.mark.usefixtures("costs")
+def test_auto_is_late_only_with_an_optimizer_that_bears_it() -> None:
+    chosen = {
+        optimizer: plan(profile(), cluster(), 4, microbatch_size=1, max_staleness=1, optimizer=optimizer, effort=0.1)
+        for optimizer in (None, "careless", "nadamw")
+    }
+    seconds = {optimizer: found.predicted.update_s for optimizer, found in chosen.items() if found.predicted}
+    assert chosen[None].schedule.weight_rule.overlaps_updates
+    assert chosen["careless"].schedule.weight_rule.overlaps_updates
+    assert seconds["careless"] <= seconds["nadamw"]
+    late = settled_delay(chosen["nadamw"].schedule)
+    assert seconds["nadamw"] * more_updates("nadamw", late) < seconds["careless"] * more_updates(
+        "nadamw", settled_delay(chosen["careless"].schedule)
+    )
+    assert late < settled_delay(chosen["careless"].schedule)
+
+
+@pytest.mark.usefixtures("costs")
+def test_rounds_are_chosen_for_the_loss_too() -> None:
+    """More microbatches make fewer gradients late; an overhead for each makes them slow."""
+    layer = LayerProfile(
+        name="layer", forward_s=0.08, backward_s=0.16, weight_grad_s=0.08, output_bytes=8000, saved_bytes=8000, parameter_bytes=1000
+    )
+    model = ModelProfile(name="model", microbatch_size=64, layers=tuple(replace(layer, name=f"layer-{at}") for at in range(8)))
+    problem = Problem(model, cluster(), num_microbatches=1, microbatch_size=64, max_staleness=1)
+    divisions = {
+        optimizer: best_division(replace(problem, optimizer=optimizer), schedule="async-1f1b")[0] for optimizer in ("careless", "nadamw")
+    }
+    assert divisions["nadamw"].num_microbatches >= divisions["careless"].num_microbatches
+    losses = {
+        optimizer: best_division(replace(problem, optimizer=optimizer), schedule="async-1f1b")[1] for optimizer in ("careless", "nadamw")
+    }
+    assert losses["nadamw"].more_updates < 1.5
+
+
+def test_the_line_says_both_halves() -> None:
+    text = both_halves(0.5, 0.25, "muon")
+    assert "500 ms an update" in text
+    assert "0.25 updates late" in text
+    assert f"{more_updates('muon', 0.25) - 1:.1%} more updates" in text
