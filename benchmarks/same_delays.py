@@ -29,8 +29,6 @@ Delay = tuple[int, int]
 """Updates by which the weights that a forward and a backward read are older than the newest that their update may read."""
 Table = tuple[tuple[Delay, ...], ...]
 """By stage or layer, and microbatch."""
-NUM_LISTED = 4
-"""Updates of a window whose delays are listed; all later ones have those of the last."""
 
 
 @dataclass(frozen=True)
@@ -39,32 +37,32 @@ class Delays:
 
     Attributes:
         layers: Of each stage; the layers of a stage have equal delays.
-        tables: Of the first `NUM_LISTED` updates.
+        tables: Of the first updates of a window; later ones repeat the last `period` of them.
+        period: Updates after which delays repeat.
         keeps_versions: Whether backwards always read the version of their forwards, which lies one update back.
     """
 
     layers: tuple[tuple[int, ...], ...]
     tables: tuple[Table, ...]
+    period: int
     keeps_versions: bool
 
     @classmethod
     def of(cls, schedule: Schedule, cut: Cut) -> Delays:
-        """Return the delays of a schedule of at least `NUM_LISTED` + 1 updates with whole backwards, for a cut of its stages.
+        """Return the delays of a schedule with whole backwards, for a cut of its stages.
 
         Raises:
-            ScheduleError: The delays have not settled within the listed updates.
+            ScheduleError: Its window is too short to show how the delays repeat.
         """
         if not schedule.weight_rule.overlaps_updates:
-            return cls((tuple(layer for layers in cut.stages for layer in layers),), ((((0, 0),),),) * NUM_LISTED, False)
+            return cls((tuple(layer for layers in cut.stages for layer in layers),), ((((0, 0),),),), 1, False)
         tables = _tables(schedule)
-        # The last update of a window has nothing behind it.
-        if tables[NUM_LISTED - 1] != tables[NUM_LISTED - 2]:
-            raise ScheduleError(f"the delays of {schedule.name!r} change after {NUM_LISTED - 1} updates; list more of them")
-        tables = tables[:NUM_LISTED]
+        start, period = _repeated(tables, schedule.name)
+        tables = tables[: start + period]
         columns = {layer: tuple(table[stage] for table in tables) for stage, layers in enumerate(cut.stages) for layer in layers}
         layers = tuple(tuple(group) for _, group in groupby(sorted(columns), key=columns.__getitem__))
-        merged = tuple(tuple(columns[group[0]][update] for group in layers) for update in range(NUM_LISTED))
-        return cls(layers, _with_fewest_microbatches(merged), schedule.weight_rule is WeightRule.DOUBLE_BUFFER)
+        merged = tuple(tuple(columns[group[0]][update] for group in layers) for update in range(start + period))
+        return cls(layers, _with_fewest_microbatches(merged), period, schedule.weight_rule is WeightRule.DOUBLE_BUFFER)
 
     @property
     def num_microbatches(self) -> int:
@@ -73,16 +71,16 @@ class Delays:
 
     @property
     def mean_delay(self) -> float:
-        """Mean delay of the forwards over layers and rows, in a settled update."""
+        """Mean delay of the forwards over layers and rows, in settled updates."""
         sizes = [len(layers) for layers in self.layers]
-        return sum(size * sum(forward for forward, _ in row) / len(row) for size, row in zip(sizes, self.tables[-1], strict=True)) / sum(
-            sizes
-        )
+        settled = self.tables[-self.period :]
+        rows = [(size, row) for table in settled for size, row in zip(sizes, table, strict=True)]
+        return sum(size * sum(forward for forward, _ in row) / len(row) for size, row in rows) / sum(sizes) / len(settled)
 
     @property
     def digest(self) -> str:
         """Text that is equal for equal delays."""
-        return hashlib.sha256(json.dumps([self.layers, self.tables]).encode()).hexdigest()[:12]
+        return hashlib.sha256(json.dumps([self.layers, self.tables, self.period]).encode()).hexdigest()[:12]
 
     @property
     def cut(self) -> Cut:
@@ -116,7 +114,9 @@ class Delays:
 
     def _version(self, op: Op) -> int:
         update, number = divmod(op.index, self.num_microbatches)
-        forward, backward = self.tables[min(update, NUM_LISTED - 1)][op.stage][number]
+        settled = len(self.tables) - self.period
+        listed = update if update < settled else settled + (update - settled) % self.period
+        forward, backward = self.tables[listed][op.stage][number]
         return update - (forward if op.kind is OpKind.FORWARD else backward)
 
     def _order(self, schedule: Schedule) -> list[Op]:
@@ -151,6 +151,16 @@ def _tables(schedule: Schedule) -> tuple[Table, ...]:
             (forward,) = schedule.find(op._replace(kind=OpKind.FORWARD))
             rows[update][op.stage][number] = (update - reads(schedule, forward), update - reads(schedule, op))
     return tuple(tuple(map(tuple, table)) for table in rows)
+
+
+def _repeated(tables: tuple[Table, ...], name: str) -> tuple[int, int]:
+    """Return the update from which tables repeat, and after how many updates; each must be seen twice."""
+    count = len(tables)
+    for start in range(count):
+        for period in range(1, (count - start) // 2 + 1):
+            if all(tables[update] == tables[update - period] for update in range(start + period, count)):
+                return start, period
+    raise ScheduleError(f"the delays of {name!r} do not repeat within {count} updates; take a longer window")
 
 
 def _with_fewest_microbatches(tables: tuple[Table, ...]) -> tuple[Table, ...]:

@@ -322,7 +322,7 @@ def synchronous_delays(store: Store, task: str) -> str:
 
 def _keep(store: Store, delays: Delays) -> None:
     if store.get("delays", delays.digest) is None:
-        cell = {"layers": delays.layers, "tables": delays.tables, "keeps_versions": delays.keeps_versions}
+        cell = {"layers": delays.layers, "tables": delays.tables, "period": delays.period, "keeps_versions": delays.keeps_versions}
         store.put("delays", delays.digest, cell)
 
 
@@ -331,4 +331,4 @@ def delays_of(folder: Path, digest: str) -> Delays:
     """Return the delays that a schedule was found to have."""
     cell: Mapping[str, Any] = Store(folder).get("delays", digest)
     tables = tuple(tuple(tuple((forward, backward) for forward, backward in row) for row in table) for table in cell["tables"])
-    return Delays(tuple(map(tuple, cell["layers"])), tables, cell["keeps_versions"])
+    return Delays(tuple(map(tuple, cell["layers"])), tables, cell["period"], cell["keeps_versions"])
