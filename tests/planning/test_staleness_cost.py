@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from staleness_cost import points
 
 from raypipe.artifacts.profile import LayerProfile, ModelProfile
 from raypipe.artifacts.topology import ClusterTopology
@@ -45,15 +46,30 @@ def test_between_measured_points_are_straight_lines(mean_delay: float, expected:
 
 
 def test_measured_costs_start_at_one_and_never_fall() -> None:
-    for points in MEASURED.values():
-        assert points[0] == (0.0, 1.0)
-        assert list(points) == sorted(points)
-        assert [more for _, more in points] == sorted(more for _, more in points)
+    for measured in MEASURED.values():
+        assert measured[0] == (0.0, 1.0)
+        assert list(measured) == sorted(measured)
+        assert [more for _, more in measured] == sorted(more for _, more in measured)
 
 
-@pytest.mark.parametrize(("name", "known"), [("muon", "muon"), ("nadamw", "nadamw"), ("adamw", "nadamw"), ("torch.optim.SGD", "nadamw")])
-def test_an_optimizer_that_was_not_measured_pays_as_nadamw(name: str, known: str) -> None:
-    assert known_optimizer(OptimizerConfig(name=name)) == known
+@pytest.mark.parametrize("optimizer", MEASURED)
+def test_the_costs_are_those_of_the_runs(optimizer: str) -> None:
+    found = [(round(point.mean_delay, 2), round(point.more_updates, 2)) for point in points(optimizer)]
+    assert list(MEASURED[optimizer][1:]) == found
+
+
+@pytest.mark.parametrize(
+    ("config", "known"),
+    [
+        (OptimizerConfig(name="muon", gradient_correction=1.0), "muon"),
+        (OptimizerConfig(name="muon"), "nadamw"),
+        (OptimizerConfig(name="nadamw"), "nadamw"),
+        (OptimizerConfig(name="adamw"), "nadamw"),
+        (OptimizerConfig(name="torch.optim.SGD"), "nadamw"),
+    ],
+)
+def test_an_optimizer_that_was_not_measured_pays_as_nadamw(config: OptimizerConfig, known: str) -> None:
+    assert known_optimizer(config) == known
 
 
 def test_the_delay_of_a_settled_window_is_that_of_a_long_one() -> None:

@@ -83,7 +83,7 @@ def test_where_nothing_is_late_nothing_is_corrected(config: dict[str, float]) ->
             weight.grad = torch.full_like(weight, number - 1.5)
             optimizer.step()
         steps.append(weight.detach().clone())
-    assert torch.equal(*steps)
+    assert torch.equal(steps[0], steps[1])
 
 
 def test_weights_step_back_from_ahead_when_nothing_is_late_any_more() -> None:
@@ -97,4 +97,4 @@ def test_weights_step_back_from_ahead_when_nothing_is_late_any_more() -> None:
             weight.grad = torch.full_like(weight, 1 + delay)
             optimizer.step()
         weights.append(weight.detach().clone())
-    assert torch.allclose(*weights, rtol=0, atol=1e-15)
+    assert torch.allclose(weights[0], weights[1], rtol=0, atol=1e-15)
