@@ -45,7 +45,7 @@ def more_updates(optimizer: str, mean_delay: float) -> float:
 def both_halves(update_s: float, mean_delay: float, optimizer: str) -> str:
     """Return in words what a choice takes until a loss: seconds of an update, and how many more updates."""
     more = more_updates(optimizer, mean_delay)
-    known = optimizer if optimizer in MEASURED else f"an optimizer like {_OF_OTHERS.value}"
+    known = optimizer if optimizer in MEASURED else f"an optimizer like {_OF_OTHERS}"
     return (
         f"{seconds(update_s)} an update; gradients are {mean_delay:.2g} updates late on average, for which {known} takes about "
         f"{more - 1:.1%} more updates to the same loss"

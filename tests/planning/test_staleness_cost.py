@@ -132,3 +132,7 @@ def test_the_line_says_both_halves() -> None:
     assert "500 ms an update" in text
     assert "0.25 updates late" in text
     assert f"{more_updates('muon', 0.25) - 1:.1%} more updates" in text
+
+
+def test_the_line_names_what_stands_for_an_optimizer_that_was_not_measured() -> None:
+    assert "an optimizer like nadamw takes" in both_halves(0.5, 0.25, "lion")
