@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial, reduce
 from itertools import chain, islice, zip_longest
@@ -20,6 +20,7 @@ from raypipe.planning.levels import node_pipelines
 from raypipe.planning.partition import MOST_UNITS
 from raypipe.planning.planners import AUTO, best_of_all, quick_evaluator, starts
 from raypipe.planning.problem import Devices, Problem
+from raypipe.planning.ramp_cuts import ramped
 from raypipe.planning.search import LayoutSearch, SearchBudget
 from raypipe.schedule_registry import overlaps
 from raypipe.schedules.families import branch_aware
@@ -31,6 +32,7 @@ _SPLIT_ORDERS = ("zb-h1", "zb-h2")
 _MARGIN = 1.02
 _NUM_BRANCHED = 4  # Most workers on which branches are placed, each in many ways.
 _MANY_SIMULATIONS = 100  # With fewer, some orders stand for all.
+_NUM_RAMPED = 16  # Layouts of an order with split backwards whose later workers get less work.
 _NUM_CLIMBED = 3  # Kinds of orders with several stages or pipelines whose cuts are improved.
 _LEAST_STEPS = 3  # Of the search for forwards ahead, however small the budget.
 _SLACK = 1.05  # Error of the rank of schedules with a split backward.
@@ -196,19 +198,38 @@ class _Search:
         # With few simulations, only the orders that are fastest if memory allows them.
         orders = ONE_STAGE_ORDERS if num_simulations >= _MANY_SIMULATIONS else _SPLIT_ORDERS
         for number, order in enumerate(orders):
-            best_of_order: Evaluation | None = None
-            seconds = search.split_s if order in _SPLIT_ORDERS else None
-            tops = search.best_layouts(max(num_simulations // 8, 1))
-            if order in _SPLIT_ORDERS:
-                tops += search.split_layouts(max(num_simulations // 8, 2))
-                tops += node_pipelines(self.evaluator.estimator, orders=(order,), divide=False)
+            evaluated: list[Evaluation] = []
             with stopping.part(share=1 / (len(orders) - number)):
-                for top in dict.fromkeys(tops):
-                    best_of_order = better(best_of_order, self.evaluator.simulate(replace(top, order=order, max_in_flight=None)))
-                if best_of_order is not None:
-                    best_of_order = search.improved([best_of_order], num_simulations // 4 - 1, seconds=seconds, slack=_SLACK)
-            others = better(others, best_of_order)
+                self._of_order(search, order, evaluated)
+            others = reduce(better, evaluated, others)
         return others
+
+    def _of_order(self, search: LayoutSearch, order: str, evaluated: list[Evaluation]) -> None:
+        """Add layouts of one order to those that were evaluated, the best of which are improved."""
+        num_tops = max(self.budget.num_simulations // 8, 1)
+        is_split = order in _SPLIT_ORDERS
+        tops = search.best_layouts(num_tops)
+        if is_split:
+            tops += search.split_layouts(max(num_tops, 2))
+            tops += node_pipelines(self.evaluator.estimator, orders=(order,), divide=False)
+        self._evaluate((replace(top, order=order, max_in_flight=None) for top in dict.fromkeys(tops)), evaluated)
+        if is_split:
+            self._evaluate_ramped(sorted(evaluated, key=lambda one: one.rank)[: min(_NUM_RAMPED, num_tops)], evaluated)
+        if evaluated:
+            seconds = search.split_s if is_split else None
+            evaluated.append(search.improved(evaluated, self.budget.num_simulations // 4 - 1, seconds=seconds, slack=_SLACK))
+            if is_split:
+                self._evaluate_ramped(evaluated[-1:], evaluated)
+
+    def _evaluate_ramped(self, begin: Sequence[Evaluation], evaluated: list[Evaluation]) -> None:
+        for evaluation in begin:
+            self._evaluate(ramped(self.evaluator.estimator, evaluation.layout), evaluated)
+
+    def _evaluate(self, layouts: Iterable[Layout], evaluated: list[Evaluation]) -> None:
+        """Simulate layouts one by one, so that none is lost where the work of a part is done."""
+        for layout in layouts:
+            if (evaluation := self.evaluator.simulate(layout)) is not None:
+                evaluated.append(evaluation)
 
     def _of_several(
         self, several: Sequence[str], overlapping: Sequence[str], workers: Sequence[tuple[Devices, ...]], tops: Sequence[Layout]

@@ -34,8 +34,8 @@ _SPLIT_RAMP = 0.4  # Part of the time besides the busiest worker's that remains 
 _ESTIMATE_WORK = 9.0  # Work of the estimate of 8 devices: stages, and devices by eight.
 _SUMMED = 256  # Devices beyond which what changed workers sum takes most of an estimate, in proportion to the devices.
 _LEAST_SIMULATIONS = 6
-_DEVICE_WORK_S = 0.006  # For each device, what tables of pairs, baselines and the bound take besides the search.
-_LEAST_EFFORT = 0.5  # that work is allowed for: the numbers above bound smaller searches, and parts of one must not starve
+_DEVICE_WORK_S = 0.031  # For each device, what tables of pairs, baselines and the bound take besides the search.
+_LEAST_EFFORT = 0.32  # that work is allowed for: the numbers above bound smaller searches, and parts of one must not starve
 _LEAST_WORK_S = 20.0
 _SIMULATION_WORK = 512.0  # Microbatches x workers of a simulation that counts as one.
 _USUAL_WORKERS = 32  # Most workers that count: with many devices, layouts of more are seldom good.
@@ -62,7 +62,7 @@ class SearchBudget:
     num_starts: int = 24
     program_work: float = 3e8
     num_swaps: int = 1_200
-    work_s: float = 42.0
+    work_s: float = 66.0
 
     @classmethod
     def usual(cls, problem: Problem, *, effort: float = 1.0) -> SearchBudget:
