@@ -13,6 +13,7 @@ from itertools import chain, islice
 
 from raypipe import stopping
 from raypipe.planning.device_order import orders
+from raypipe.planning.enumeration import all_layouts
 from raypipe.planning.evaluator import Evaluation, LayoutEvaluator
 from raypipe.planning.extrapolation import short_lengths
 from raypipe.planning.group_pipelines import GroupPipelines
@@ -26,6 +27,7 @@ from raypipe.planning.problem import Devices, Problem
 _LIMITS = (1.0, 1.02, 1.05, 1.1, 1.2, 1.35, 1.5, 1.75, 2.0, 2.5, 3.0, 4.0, 6.0, 10.0)
 _NUM_RANDOM = 24  # Number of random device orders, and most devices for which they are tried.
 _MOST_FOR_RANDOM = 16
+_ENUMERATED = 4  # Part of the estimates, as a divisor, that all layouts of a small problem may take.
 _TABLES_PART = 0.6  # Part of the work of programs after which no further device order is begun.
 _TEMPERATURE = 0.2  # Average relative slowdown that is accepted at first.
 _POOL = 6  # Number of simulated layouts around which the search continues.
@@ -111,11 +113,12 @@ class LayoutSearch:
         return self._simulate()
 
     def starts(self) -> Iterator[Layout]:
-        """Yield the layouts of the dynamic programs, of pipelines of groups and of other planners."""
+        """Yield the layouts of other planners, of pipelines of groups, all of small problems, and those of the dynamic programs."""
         for layout in self.others:
             yield layout if layout.order in self.schedules else replace(layout, order=self.schedules[0])
         if self.evaluator.problem.num_devices > 1:
             yield from self._of_groups()
+        yield from all_layouts(self.evaluator.problem, self.schedules[0], most=self.budget.num_estimates // _ENUMERATED)
         if self.evaluator.problem.num_devices <= MOST_UNITS:
             yield from self._of_programs()
 
