@@ -53,9 +53,7 @@ class RowReader:
         start: Returns the `Position.text` where a stream begins; each time that the process starts.
     """
 
-    def __init__(
-        self, source: bytes, split: str, *, num_kept: int, mark_every: int, start: Callable[[], str] = str
-    ) -> None:
+    def __init__(self, source: bytes, split: str, *, num_kept: int, mark_every: int, start: Callable[[], str] = str) -> None:
         self._source: DataSource = cloudpickle.loads(source)
         self._split = split
         self._collate = self._source.collator()

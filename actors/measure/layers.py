@@ -123,7 +123,9 @@ def _compared(make: _Maker, batch: Batch, on_layer: Callable[[str], None]) -> tu
         optimizer = weights.optimizer
         stepped = described(optimizer) if optimizer is not None else ""
         code = code_of(kinds_of(optimizer)) if optimizer is not None else ""
-        keys.append(LayerKey(built, f"{trace.digest()} {stepped} {code}") if built is not None and code is not None else LayerKey("", str(index)))
+        keys.append(
+            LayerKey(built, f"{trace.digest()} {stepped} {code}") if built is not None and code is not None else LayerKey("", str(index))
+        )
     return outputs, keys
 
 

@@ -181,9 +181,7 @@ def _storage(folder: str | os.PathLike[str] | Storage) -> Storage:
     return folder if isinstance(folder, Storage) else Storage.at(folder)
 
 
-def _load_layer(
-    folder: Storage, index: int, name: str, *, is_wanted: Callable[[str], bool] = lambda _: True
-) -> dict[str, Tensor]:
+def _load_layer(folder: Storage, index: int, name: str, *, is_wanted: Callable[[str], bool] = lambda _: True) -> dict[str, Tensor]:
     file = layer_file(index, name)
     path = f"{folder.name}/{file}"
     try:
