@@ -3,9 +3,9 @@
     python benchmarks/staleness_cost.py
 
 Runs of `convergence.py` (NAdamW, 500 updates at its best rate, three seeds) and of `late_gradients.py` (Muon beside NAdamW with the
-gradient correction, 300 updates at 0.004, one seed). Near its end a synchronous run of N updates has the loss L = a - b ln N, with b from its last
-two evaluations. A schedule that ends higher by d needs exp(d / b) times as many updates. (Between synchronous runs of 60 and 120 updates
-b is 0.43, and 0.40 within the longer one: `gpt-muon-nadamw-rate0.016-*` in results/time-to-loss.)
+gradient correction, 300 updates at 0.004, one seed). Near its end a synchronous run of N updates has the loss L = a - b ln N, with b from
+its last two evaluations. A schedule that ends higher by d needs exp(d / b) times as many updates. (Between synchronous runs of 60 and
+120 updates b is 0.43, and 0.40 within the longer one: `gpt-muon-nadamw-rate0.016-*` in results/time-to-loss.)
 """
 
 from __future__ import annotations
