@@ -38,11 +38,13 @@ def trainer(
     max_mean_staleness: float | None = None,
     devices: int = 4,
     shard_optimizer: bool = False,
+    train_data: object = None,
 ) -> Trainer:
     return Trainer(
         "raypipe.models.mlp:mlp",
         model_options={"num_layers": 8, "dtype": "float64"},
-        batches=rows,
+        batches=rows if train_data is None else None,
+        train_data=train_data,
         schedule_config=ScheduleConfig(
             name=schedule,
             num_microbatches=NUM_MICROBATCHES,
@@ -117,6 +119,17 @@ def test_a_run_that_is_moved_four_times_equals_the_unsplit_model(tmp_path: Path,
     assert Trace.load(folder / "trace.json").notes == tuple(f"update {line['update']}: {line['text']}" for line in lines)
     before = Trace.load(folder / "trace-until-update-000004.json")
     assert before.num_updates == 4
+
+
+def test_an_update_of_rows_from_readers_is_divided_into_other_microbatches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = RandomRows().batch(0, (0.0, 1.0))
+    data = [{name: tensor[row % NUM_ROWS] * (1 + row / 100) for name, tensor in whole.items()} for row in range(150)]
+    calm = trainer(tmp_path / "calm", schedule="1f1b", adaptation=AdaptationConfig(), train_data=data).fit()
+    scripted(monkeypatch, [Layout((0, 5, 6, 7, 8), ((2,), (1,), (0,), (3,)), "zb-h1")], (2 * NUM_MICROBATCHES, NUM_ROWS // 2))
+    moved = trainer(tmp_path / "moved", schedule="1f1b", adaptation=AdaptationConfig(enabled=True), train_data=data).fit()
+    assert moved.losses == pytest.approx(calm.losses, abs=1e-10)
+    assert (moved.plan.schedule.name, moved.plan.microbatch_size) == ("zb-h1", NUM_ROWS // 2)
+    assert len(set(calm.losses)) == NUM_UPDATES
 
 
 def test_a_run_may_choose_its_schedule_from_the_start(tmp_path: Path) -> None:
