@@ -67,8 +67,7 @@ class RampCuts:
             tables.append((runs[0], busy_s))
         channels = [estimator.channel(one, other) for one, other in pairwise(workers)]
         hops = [problem.crossing_bytes * channel.s_per_byte + channel.latency_s for channel in channels]
-        forward_s, busy_s = zip(*tables, strict=True)
-        return cls(forward_s, busy_s, (np.zeros(problem.num_layers + 1), *hops))
+        return cls(tuple(of_forwards for of_forwards, _ in tables), tuple(of_all for _, of_all in tables), (np.zeros_like(hops[0]), *hops))
 
     @cached_property
     def num_layers(self) -> int:

@@ -27,7 +27,7 @@ from raypipe.planning.problem import Devices, Problem
 _LIMITS = (1.0, 1.02, 1.05, 1.1, 1.2, 1.35, 1.5, 1.75, 2.0, 2.5, 3.0, 4.0, 6.0, 10.0)
 _NUM_RANDOM = 24  # Number of random device orders, and most devices for which they are tried.
 _MOST_FOR_RANDOM = 16
-_ENUMERATED = 4  # Part of the estimates, as a divisor, that all layouts of a small problem may take.
+_ENUMERATED = 8  # Part of the estimates, as a divisor, that all layouts of a small problem may take.
 _TABLES_PART = 0.6  # Part of the work of programs after which no further device order is begun.
 _TEMPERATURE = 0.2  # Average relative slowdown that is accepted at first.
 _POOL = 6  # Number of simulated layouts around which the search continues.
