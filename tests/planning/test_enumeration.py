@@ -1,8 +1,13 @@
 from __future__ import annotations
 
+import math
+from dataclasses import replace
+
 import pytest
 
 from raypipe.planning.enumeration import all_layouts, count
+from raypipe.planning.evaluator import LayoutEvaluator
+from raypipe.planning.search import LayoutSearch
 from tests.planning.instances import all_plans, random_problem
 from tests.planning.optima import gap, stored
 
@@ -22,6 +27,17 @@ def test_where_there_are_too_many_no_device_is_idle_or_nothing_is_tried() -> Non
     assert busy
     assert all(sum(map(len, layout.workers)) == problem.num_devices for layout in busy)
     assert not list(all_layouts(problem, "1f1b", most=count(problem, 0) - 1))
+
+
+@pytest.mark.parametrize("seed", [0, 5])
+def test_all_of_them_have_an_estimate_on_incomplete_networks_and_with_few_rows(seed: int) -> None:
+    problem = replace(random_problem(seed, num_devices=4, num_layers=4, missing=0.5, room=0.5), microbatch_size=2)
+    search = LayoutSearch(LayoutEvaluator(problem))
+    layouts = list(all_layouts(problem, "1f1b", most=100_000))
+    assert max(len(group) for layout in layouts for group in layout.workers) == problem.microbatch_size
+    estimates = [search.estimate_s(layout) for layout in layouts]
+    assert not any(map(math.isnan, estimates))
+    assert 0 < min(estimates) < math.inf
 
 
 @pytest.mark.parametrize("seed", [1195])
