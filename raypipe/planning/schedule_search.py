@@ -32,6 +32,7 @@ _SPLIT_ORDERS = ("zb-h1", "zb-h2")
 _MARGIN = 1.02
 _NUM_BRANCHED = 4  # Most workers on which branches are placed, each in many ways.
 _MANY_SIMULATIONS = 100  # With fewer, some orders stand for all.
+_MOST_RAMPED = 256  # Most devices for which cuts for the ramp are worth their time.
 _NUM_RAMPED = 16  # Layouts of an order with split backwards whose later workers get less work.
 _NUM_CLIMBED = 3  # Kinds of orders with several stages or pipelines whose cuts are improved.
 _LEAST_STEPS = 3  # Of the search for forwards ahead, however small the budget.
@@ -213,12 +214,16 @@ class _Search:
             tops += search.split_layouts(max(num_tops, 2))
             tops += node_pipelines(self.evaluator.estimator, orders=(order,), divide=False)
         self._evaluate((replace(top, order=order, max_in_flight=None) for top in dict.fromkeys(tops)), evaluated)
-        if is_split:
-            self._evaluate_ramped(sorted(evaluated, key=lambda one: one.rank)[: min(_NUM_RAMPED, num_tops)], evaluated)
+        is_ramped = is_split and self.evaluator.problem.num_devices <= _MOST_RAMPED
+        evaluated.sort(key=lambda one: one.rank)
+        if is_ramped:
+            self._evaluate_ramped(evaluated[: min(_NUM_RAMPED, num_tops)], evaluated)
+        elif is_split:
+            del evaluated[1:]  # The best one alone is improved.
         if evaluated:
             seconds = search.split_s if is_split else None
             evaluated.append(search.improved(evaluated, self.budget.num_simulations // 4 - 1, seconds=seconds, slack=_SLACK))
-            if is_split:
+            if is_ramped:
                 self._evaluate_ramped(evaluated[-1:], evaluated)
 
     def _evaluate_ramped(self, begin: Sequence[Evaluation], evaluated: list[Evaluation]) -> None:
