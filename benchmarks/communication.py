@@ -5,7 +5,8 @@
 
 `--rehearse` runs the same orders as actors of a Ray cluster whose nodes are network namespaces: the baselines over gloo, raypipe's over
 its own connections. Beside each stands what the simulator says, with what an F and a B take there beyond their waits: the overheads that
-`raypipe calibrate` fits, measured on the same nodes in the same order without sums.
+`raypipe calibrate` fits, measured on the same nodes in the same order without sums. With `--slower 4` all seconds are four times as long,
+on ports of a quarter of the rate: the same orders and bytes, beside which the time of cores that many actors share is small.
 
 All that leaves a node, and all that enters it, shares 200 Mbit/s. F takes 20 ms, B 40 ms; C = M (F + B); A is the time of the sum of a
 stage's gradients on its port; every device's message takes the stated time. One update of `pipedream-2bw`, far from the ends of the
@@ -99,6 +100,7 @@ class Cell:
         touched_bytes: Rows of the table that an update touches.
         port_bytes_per_s: What a port really carries; sums and messages keep their bytes.
         order: Order of raypipe's runs.
+        slower: Factor of all seconds, on ports that carry as much less; bytes are the same.
     """
 
     name: str
@@ -112,17 +114,23 @@ class Cell:
     touched_bytes: int = 0
     port_bytes_per_s: float = PORT_BYTES_PER_S
     order: str = "pipedream-2bw"
+    slower: float = 1.0
 
     @property
     def compute_s(self) -> float:
         """C: seconds in which a device computes an update."""
-        return self.num_microbatches * (FORWARD_S + BACKWARD_S)
+        return self.slower * self.num_microbatches * (FORWARD_S + BACKWARD_S)
 
     @property
     def sum_bytes(self) -> int:
         """Bytes of the first stage's gradients."""
         # A ring of r sends 2 (r - 1) / r of the bytes through each port.
-        return round(self.sum_share * self.compute_s * PORT_BYTES_PER_S * self.num_replicas / max(2 * (self.num_replicas - 1), 1))
+        sent = self.sum_share * self.compute_s * PORT_BYTES_PER_S / self.slower
+        return round(sent * self.num_replicas / max(2 * (self.num_replicas - 1), 1))
+
+    def slowed(self, slower: float) -> Cell:
+        """Return the same with all seconds so many times as long."""
+        return replace(self, slower=slower, port_bytes_per_s=self.port_bytes_per_s / slower)
 
     @property
     def dense(self) -> Cell:
@@ -138,9 +146,9 @@ class Cell:
         layers = [
             LayerProfile(
                 name=f"layer{stage}",
-                forward_s=FORWARD_S * self.num_replicas,
-                backward_s=BACKWARD_S * self.num_replicas,
-                weight_grad_s=BACKWARD_S * self.num_replicas / 2,
+                forward_s=self.slower * FORWARD_S * self.num_replicas,
+                backward_s=self.slower * BACKWARD_S * self.num_replicas,
+                weight_grad_s=self.slower * BACKWARD_S * self.num_replicas / 2,
                 output_bytes=round(self.message_s * PORT_BYTES_PER_S * self.num_replicas),
                 saved_bytes=0,
                 parameter_bytes=self.sum_bytes - (self.table_bytes if stage else 0),
@@ -218,7 +226,7 @@ class Cell:
 
     def possible_s(self) -> float:
         """Return the larger of a device's computation and a port's transfers."""
-        messages_s = self.num_microbatches * self.message_s if self.num_stages > 1 else 0.0
+        messages_s = self.slower * self.num_microbatches * self.message_s if self.num_stages > 1 else 0.0
         # A stage in the middle sends activations one way and gradients the other; with several devices a node they leave it at its ends.
         inner = self.num_stages > 2 and self.devices_per_node == 1
         untouched = 1 - self.profile().layers[0].untouched_bytes(self.num_microbatches) / max(self.sum_bytes, 1)
@@ -313,8 +321,8 @@ def rehearsed(cell: Cell, *, rounds: int, systems: list[str] | None = None) -> d
     with cluster(nodes=count, cpus_per_node=cell.devices_per_node) as machines:
         for node in range(count):
             others = [other for other in range(count) if other != node]
-            machines.share([(node, other) for other in others], PORT_BYTES_PER_S)
-            machines.share([(other, node) for other in others], PORT_BYTES_PER_S)
+            machines.share([(node, other) for other in others], cell.port_bytes_per_s)
+            machines.share([(other, node) for other in others], cell.port_bytes_per_s)
         of = {name: cell if transport == "tcp" else cell.dense for name, (_, transport) in runs.items()}
         commands = {name: _command(machines, of[name], name, *each) for name, each in runs.items()}
         overheads = _overheads(machines, cell)
@@ -409,7 +417,7 @@ def _sum_bytes(cell: Cell, schedule: Schedule) -> int:
 def _rehearse_all(cells: list[Cell], options: argparse.Namespace) -> None:
     results = []
     for cell in cells:
-        results.append(result := rehearsed(cell, rounds=options.rounds, systems=options.systems))
+        results.append(result := rehearsed(cell.slowed(options.slower), rounds=options.rounds, systems=options.systems))
         print_table(
             f"seconds of an update, rehearsed ({options.rounds} rounds)", [_compared(result, name) for name in result["rehearsed_s"]]
         )
@@ -447,6 +455,7 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--cells", nargs="+", choices=[cell.name for cell in (*CELLS, *OTHER_ORDERS)])
     parser.add_argument("--systems", nargs="+", choices=["a", "a'", "b", "turns", "zero", "raypipe"], help="those that are rehearsed")
+    parser.add_argument("--slower", type=float, default=1.0, help="factor of all seconds that are rehearsed, for few cores")
     parser.add_argument("--json", help="file for the results")
     options = parser.parse_args()
     if options.rehearse:
