@@ -15,6 +15,7 @@ from raypipe.planning.estimator import Estimator
 from raypipe.planning.layout import Layout
 from raypipe.planning.layout_schedules import ScheduleCache, layout_schedule, window_updates
 from raypipe.planning.problem import Problem
+from raypipe.planning.staleness_cost import more_updates
 from raypipe.schedule_registry import overlaps
 from raypipe.schedules.ir import Schedule
 from raypipe.schedules.lower import lower
@@ -31,6 +32,7 @@ class Evaluation:
         timing: Times of one update, or of a few where updates overlap.
         num_updates: Number of updates of the planned window.
         extrapolated_s: Seconds of one update, where `timing` has fewer microbatches, or workers as one device each.
+        mean_delay: Updates by which gradients are late on average; 0 where loss does not count.
         more_updates: Number of updates to the same loss over that without late gradients; 1 where loss does not count.
     """
 
@@ -39,6 +41,7 @@ class Evaluation:
     missing_bytes: float
     num_updates: int = 1
     extrapolated_s: float | None = None
+    mean_delay: float = 0.0
     more_updates: float = 1.0
 
     @property
@@ -181,9 +184,16 @@ class LayoutEvaluator:
         )
         timing = time_order(order, cost)
         missing_bytes = self.missing_bytes(layout, lambda: timing.peak_memory_bytes)
-        more_updates = 1.0 if problem.optimizer is None else self.schedules.more_updates(problem, layout, schedule)
-        evaluation = Evaluation(layout, timing, missing_bytes, window_updates(problem, layout), more_updates=more_updates)
-        return self.note(evaluation)
+        evaluation = Evaluation(layout, timing, missing_bytes, window_updates(problem, layout))
+        return self.note(self.charged(evaluation, lambda: self.schedules.mean_delay(problem, layout, schedule)))
+
+    def charged(self, evaluation: Evaluation, mean_delay: Callable[[], float]) -> Evaluation:
+        """Return an evaluation with what late gradients cost the problem's optimizer; without one, `mean_delay` is not called."""
+        optimizer = self.problem.optimizer
+        if optimizer is None:
+            return evaluation
+        delay = mean_delay()
+        return replace(evaluation, mean_delay=delay, more_updates=more_updates(optimizer, delay))
 
     def missing_bytes(self, layout: Layout, peaks: Callable[[], Sequence[float]]) -> float:
         """Return the bytes that the fullest device lacks; `peaks`, of each device or worker, is called only where memory is limited."""

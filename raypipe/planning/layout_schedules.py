@@ -9,7 +9,7 @@ from raypipe import stopping
 from raypipe.errors import InputError, ScheduleError
 from raypipe.planning.layout import Layout
 from raypipe.planning.problem import Problem
-from raypipe.planning.staleness_cost import more_updates, settled_delay
+from raypipe.planning.staleness_cost import settled_delay
 from raypipe.schedule_registry import build, is_file, overlaps
 from raypipe.schedules.families import branch_aware
 from raypipe.schedules.ir import Schedule, StageGraph
@@ -112,15 +112,14 @@ class ScheduleCache:
     _compiled: dict[object, _Lowered | None] = field(default_factory=dict, repr=False)
     _delays: dict[object, float] = field(default_factory=dict, repr=False)
 
-    def more_updates(self, problem: Problem, layout: Layout, schedule: Schedule) -> float:
-        """Return what late gradients cost the problem's optimizer, in updates to the same loss; `schedule` is that of the layout."""
-        assert problem.optimizer is not None, "there is an optimizer whose updates count"
+    def mean_delay(self, problem: Problem, layout: Layout, schedule: Schedule) -> float:
+        """Return by how many updates gradients are late on average; `schedule` is that of the layout."""
         if not schedule.weight_rule.overlaps_updates:
-            return 1.0
+            return 0.0
         key = (problem.num_microbatches, self._key(problem, layout))
         if key not in self._delays:
             self._delays[key] = settled_delay(schedule)
-        return more_updates(problem.optimizer, self._delays[key])
+        return self._delays[key]
 
     def compiled(self, problem: Problem, layout: Layout) -> tuple[Schedule, CompiledOrder] | None:
         """Return the schedule of a layout as simulated, and its programs; `None` where it is refused."""

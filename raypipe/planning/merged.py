@@ -67,6 +67,7 @@ class MergedEvaluator(LayoutEvaluator):
             return None
         missing_bytes = self.missing_bytes(layout, lambda: timing.peak_memory_bytes)
         evaluation = Evaluation(layout, timing, missing_bytes, window_updates(self.problem, layout))
+        evaluation = self.charged(evaluation, lambda: self._merged.mean_delay(self.problem, layout, schedule))
         return self.note(replace(evaluation, extrapolated_s=evaluation.update_s))
 
     def _cost(self, layout: Layout, schedule: Schedule, channels: dict[tuple[int, int], Channel]) -> Cost:

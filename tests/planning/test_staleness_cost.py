@@ -11,8 +11,10 @@ from raypipe.artifacts.profile import LayerProfile, ModelProfile
 from raypipe.artifacts.topology import ClusterTopology
 from raypipe.config import OptimizerConfig, OptimizerName
 from raypipe.planning import staleness_cost
-from raypipe.planning.extrapolation import evaluator_of
+from raypipe.planning.evaluator import LayoutEvaluator
+from raypipe.planning.extrapolation import ShortEvaluator, evaluator_of
 from raypipe.planning.layout import Layout
+from raypipe.planning.merged import MergedEvaluator
 from raypipe.planning.plan import plan
 from raypipe.planning.problem import Problem
 from raypipe.planning.solve import best_division
@@ -91,6 +93,29 @@ def test_a_late_layout_ranks_by_its_seconds_to_the_same_loss() -> None:
     assert paid.more_updates == pytest.approx(3.0)
     assert paid.rank == (0.0, paid.loss_s)
     assert paid.loss_s == pytest.approx(3 * paid.update_s)
+
+
+@pytest.mark.usefixtures("costs")
+@pytest.mark.parametrize("order", ["pipedream-2bw", "async-1f1b"])
+@pytest.mark.parametrize("devices_per_worker", [1, 2])
+def test_short_updates_and_merged_workers_pay_as_the_whole_update_does(order: str, devices_per_worker: int) -> None:
+    topology = ClusterTopology.uniform(8, devices_per_node=8, latency_s=1e-5, bandwidth_bytes_per_s=1e10)
+    problem = Problem(profile(), topology, num_microbatches=256, microbatch_size=4, optimizer="nadamw")
+    groups = tuple(tuple(range(first, first + devices_per_worker)) for first in range(0, 4 * devices_per_worker, devices_per_worker))
+    layout = Layout((0, 2, 4, 6, 8), groups, order)
+    evaluator = LayoutEvaluator(problem)
+    short = ShortEvaluator.of(evaluator)
+    assert short is not None
+    assert short.merges
+    assert short.lengths(layout) is not None
+    whole = evaluator.simulate(layout)
+    assert whole is not None
+    assert whole.mean_delay > 0
+    for found in (short.simulate(layout), MergedEvaluator(problem).simulate(layout)):
+        assert found is not None
+        assert found.mean_delay == pytest.approx(whole.mean_delay)
+        assert found.more_updates == pytest.approx(whole.more_updates)
+        assert found.loss_s == pytest.approx(whole.loss_s, rel=0.02)
 
 
 @pytest.mark.usefixtures("costs")
