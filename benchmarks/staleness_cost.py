@@ -19,7 +19,7 @@ from statistics import fmean
 from convergence_runs import CASES, SYNCHRONOUS, WINDOW, Row, Run, final_loss, read
 from rounds import print_table
 
-from raypipe.planning.staleness_cost import settled_delay
+from raypipe.schedules.metrics import metrics
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -84,7 +84,7 @@ def points(optimizer: str) -> Iterator[Point]:
     found = []
     for case in source.cases:
         more_loss = fmean(final_loss(source.rows(source.late, case, seed)) - final_loss(rows) for seed, rows in on_time.items())
-        found.append(Point(case, settled_delay(CASES[case].build(WINDOW)), more_loss, math.exp(more_loss / falls)))
+        found.append(Point(case, metrics(CASES[case].build(WINDOW)).mean_delay, more_loss, math.exp(more_loss / falls)))
     yield from sorted(found, key=lambda point: point.mean_delay)
 
 

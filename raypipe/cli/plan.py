@@ -24,7 +24,8 @@ from raypipe.planning import plan as planning
 from raypipe.planning.evaluator import Evaluation, OnEvaluated
 from raypipe.planning.extrapolation import MOST_EXACT
 from raypipe.planning.planners import AUTO, PLANNERS
-from raypipe.planning.staleness_cost import both_halves, settled_delay
+from raypipe.planning.staleness_cost import both_halves
+from raypipe.schedules.metrics import metrics
 from raypipe.show.console import progress_console
 from raypipe.show.report import Figure, Report, rows_table
 from raypipe.show.tables import plan_report, prediction, stage_table
@@ -250,7 +251,7 @@ def _print(found: Plan, report: Report, communication: Sequence[StageCommunicati
         screen.print(f"\nidle: {', '.join(figures['idle_devices'])}")
     screen.print(f"\n{report.sentence()}")
     if optimizer is not None and found.schedule.weight_rule.overlaps_updates:
-        screen.print(both_halves(prediction(found).update_s, settled_delay(found.schedule), optimizer))
+        screen.print(both_halves(prediction(found).update_s, metrics(found.schedule).mean_delay, optimizer))
 
 
 def _print_others(others: Mapping[str, Report]) -> None:

@@ -9,7 +9,7 @@ from raypipe import stopping
 from raypipe.errors import InputError, ScheduleError
 from raypipe.planning.layout import Layout
 from raypipe.planning.problem import Problem
-from raypipe.planning.staleness_cost import settled_delay
+from raypipe.planning.staleness_cost import window_delay
 from raypipe.schedule_registry import build, is_file, overlaps
 from raypipe.schedules.families import branch_aware
 from raypipe.schedules.ir import Schedule, StageGraph
@@ -76,6 +76,11 @@ def layout_schedule(problem: Problem, layout: Layout, *, num_updates: int) -> Sc
     return recompute(schedule, layout.recomputed) if layout.recomputed else schedule
 
 
+def _built(problem: Problem, layout: Layout, num_updates: int) -> Schedule:
+    stopping.spend(_OP_WORK_S * 2 * layout.num_stages * problem.num_microbatches * num_updates)
+    return layout_schedule(problem, layout, num_updates=num_updates)
+
+
 class _Lowered:
     """A schedule on devices, and its programs for each division of gradients into buckets."""
 
@@ -113,12 +118,15 @@ class ScheduleCache:
     _delays: dict[object, float] = field(default_factory=dict, repr=False)
 
     def mean_delay(self, problem: Problem, layout: Layout, schedule: Schedule) -> float:
-        """Return by how many updates gradients are late on average; `schedule` is that of the layout."""
+        """Return by how many updates gradients are late on average in the planned window; `schedule` is that of the layout."""
         if not schedule.weight_rule.overlaps_updates:
             return 0.0
-        key = (problem.num_microbatches, self._key(problem, layout))
+        window = window_updates(problem, layout)
+        key = (problem.num_microbatches, window, self._key(problem, layout))
         if key not in self._delays:
-            self._delays[key] = settled_delay(schedule)
+            while (delay := window_delay(schedule, window)) is None:
+                schedule = _built(problem, layout, min(2 * schedule.num_updates, window))
+            self._delays[key] = delay
         return self._delays[key]
 
     def compiled(self, problem: Problem, layout: Layout) -> tuple[Schedule, CompiledOrder] | None:
@@ -167,8 +175,7 @@ class ScheduleCache:
         window = window_updates(problem, layout)
         # A schedule from a file may exist for the whole window alone.
         num_updates = window if is_file(layout.order) else min(window, _SIMULATED_UPDATES)
-        stopping.spend(_OP_WORK_S * 2 * layout.num_stages * problem.num_microbatches * num_updates)
-        schedule = layout_schedule(problem, layout, num_updates=num_updates)
+        schedule = _built(problem, layout, num_updates)
         if problem.profile.loss_couples_rows:
             try:
                 check_whole_losses(schedule, workers)

@@ -6,17 +6,18 @@ model: `python benchmarks/staleness_cost.py` prints what `MEASURED` holds, NAdam
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from itertools import pairwise
 
 from raypipe.config import OptimizerConfig, OptimizerName
 from raypipe.schedules.ir import Schedule
-from raypipe.schedules.metrics import metrics
+from raypipe.schedules.metrics import mean_delays
 from raypipe.units import seconds
 
 MEASURED: Mapping[str, tuple[tuple[float, float], ...]] = {
-    OptimizerName.NADAMW.value: ((0.0, 1.0), (0.05, 1.03), (0.09, 1.06), (0.11, 1.1), (0.22, 1.33), (0.38, 2.98), (1.0, 5.1)),
-    OptimizerName.MUON.value: ((0.0, 1.0), (1.0, 1.57)),
+    OptimizerName.NADAMW.value: ((0.0, 1.0), (0.05, 1.03), (0.09, 1.06), (0.11, 1.1), (0.22, 1.33), (0.37, 2.98), (0.99, 5.1)),
+    OptimizerName.MUON.value: ((0.0, 1.0), (0.99, 1.57)),
 }
 """Points (mean delay in updates, number of updates over that without delay), by rising delay; straight lines between and beyond. Muon's
 are those with `optimizer.gradient_correction`."""
@@ -35,7 +36,7 @@ def more_updates(optimizer: str, mean_delay: float) -> float:
 
     Args:
         optimizer: A name in `MEASURED`, or any other.
-        mean_delay: Updates by which gradients are late, over microbatches and stages.
+        mean_delay: Updates by which gradients are late, over microbatches and stages of a window.
     """
     points = MEASURED.get(optimizer, MEASURED[_OF_OTHERS])
     (low, at_low), (high, at_high) = next(((a, b) for a, b in pairwise(points) if mean_delay <= b[0]), points[-2:])
@@ -52,7 +53,16 @@ def both_halves(update_s: float, mean_delay: float, optimizer: str) -> str:
     )
 
 
-def settled_delay(schedule: Schedule) -> float:
-    """Return the mean delay of a schedule far from the beginning of a window, whose first update has nothing late."""
-    mean = metrics(schedule).mean_delay
-    return mean * schedule.num_updates / (schedule.num_updates - 1) if schedule.num_updates > 1 else mean
+def window_delay(schedule: Schedule, num_updates: int) -> float | None:
+    """Return the mean delay of a window of so many updates, of which a schedule has the first ones.
+
+    The first update of a window has nothing late, those after it may have less than the others. `None` stands for a schedule that ends
+    before its updates are equally late.
+    """
+    late = [0.0] * schedule.num_updates
+    for (_, update), delay in mean_delays(schedule).items():
+        late[update] += delay / schedule.num_stages
+    more = max(num_updates - len(late), 0)
+    if more and (len(late) == 1 or not math.isclose(late[-1], late[-2])):
+        return None
+    return (sum(late) + more * late[-1]) / (len(late) + more)

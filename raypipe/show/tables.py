@@ -12,7 +12,8 @@ from raypipe.artifacts.plan import Plan, Predicted
 from raypipe.artifacts.profile import LayerProfile, ModelProfile
 from raypipe.artifacts.topology import ClusterTopology, Link, Node, NodeLink, SharedLink
 from raypipe.artifacts.trace import Dimension
-from raypipe.planning.staleness_cost import more_updates, settled_delay
+from raypipe.planning.staleness_cost import more_updates
+from raypipe.schedules.metrics import metrics
 from raypipe.schedules.passes import recomputed_stages
 from raypipe.show.report import Figure, FittedTable, Report, rows_table
 from raypipe.simulation.plan_cost import plan_cost
@@ -58,7 +59,7 @@ def plan_report(
 def _late(plan: Plan, optimizer: str | None) -> list[Figure]:
     if optimizer is None:
         return []
-    mean_delay = settled_delay(plan.schedule)
+    mean_delay = metrics(plan.schedule).mean_delay
     return [Figure("mean_staleness", mean_delay), Figure("more_updates", more_updates(optimizer, mean_delay))]
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from raypipe.config import TrainConfig
-from raypipe.planning.staleness_cost import both_halves, known_optimizer, settled_delay
+from raypipe.planning.staleness_cost import both_halves, known_optimizer
 from raypipe.schedules.metrics import metrics
 from raypipe.training.checks import late_remedy
 from raypipe.training.run_cluster import Notice
@@ -22,11 +22,11 @@ def announce(config: TrainConfig, strategy: Strategy, *, num_parameters: int, nu
     )
     notice(f"layers of each stage: {' '.join(str(len(layers)) for layers in strategy.cut.stages)}")
     notice(f"predicted {predicted.update_s:.3f} s per update, bubble {predicted.bubble_ratio:.1%}")
+    mean_delay = metrics(schedule).mean_delay
     if schedule.weight_rule.overlaps_updates:
-        notice(both_halves(predicted.update_s, settled_delay(schedule), known_optimizer(config.optimizer)))
+        notice(both_halves(predicted.update_s, mean_delay, known_optimizer(config.optimizer)))
     if config.scaling.shard_optimizer and not is_sharded(schedule):
         notice(f"scaling.shard_optimizer changes nothing: {schedule.name} has each stage on one device only")
-    mean_delay = metrics(schedule).mean_delay
     if mean_delay and (remedy := late_remedy(config.optimizer, mean_delay)):
         notice(
             f"gradients are {mean_delay:.2g} updates late on average: with {remedy} and a long optimizer.warmup_updates training loses "

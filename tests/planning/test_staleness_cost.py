@@ -14,12 +14,14 @@ from raypipe.planning import staleness_cost
 from raypipe.planning.evaluator import LayoutEvaluator
 from raypipe.planning.extrapolation import ShortEvaluator, evaluator_of
 from raypipe.planning.layout import Layout
+from raypipe.planning.layout_schedules import layout_schedule
 from raypipe.planning.merged import MergedEvaluator
 from raypipe.planning.plan import plan
 from raypipe.planning.problem import Problem
 from raypipe.planning.solve import best_division
-from raypipe.planning.staleness_cost import MEASURED, both_halves, known_optimizer, more_updates, settled_delay
+from raypipe.planning.staleness_cost import MEASURED, both_halves, known_optimizer, more_updates, window_delay
 from raypipe.schedules.catalogue import build
+from raypipe.schedules.metrics import metrics
 from raypipe.schedules.request import ScheduleRequest
 
 NUM_DEVICES = 4
@@ -74,11 +76,32 @@ def test_an_optimizer_that_was_not_measured_pays_as_nadamw(config: OptimizerConf
     assert known_optimizer(config) == known
 
 
-def test_the_delay_of_a_settled_window_is_that_of_a_long_one() -> None:
-    def order(num_updates: int) -> float:
-        return settled_delay(build("pipedream-2bw", ScheduleRequest(4, 8, num_updates)))
+@pytest.mark.parametrize(
+    ("order", "num_microbatches", "window"),
+    [
+        ("pipedream-2bw", 8, 2),
+        ("pipedream-2bw", 8, 20),
+        ("async-1f1b", 2, 4),
+        ("async-1f1b", 2, 40),
+        ("async-1f1b", 8, 12),
+        ("amdp", 8, 12),
+    ],
+)
+def test_a_layout_pays_for_the_mean_delay_of_its_window(order: str, num_microbatches: int, window: int) -> None:
+    """With fewer microbatches than stages, gradients are late by several updates, and each of the first updates is later than the last."""
+    topology = ClusterTopology.uniform(8, devices_per_node=8, latency_s=1e-5, bandwidth_bytes_per_s=1e10)
+    problem = Problem(profile(), topology, num_microbatches, 1, updates_per_window=window, optimizer="nadamw")
+    layout = Layout(tuple(range(9)), tuple((device,) for device in range(8)), order)
+    found = LayoutEvaluator(problem).simulate(layout)
+    assert found is not None
+    assert found.mean_delay == pytest.approx(metrics(layout_schedule(problem, layout, num_updates=window)).mean_delay)
+    assert found.more_updates == more_updates("nadamw", found.mean_delay)
 
-    assert order(2) == pytest.approx(order(20)) == pytest.approx(1.0)
+
+def test_updates_that_are_not_equally_late_do_not_stand_for_a_window() -> None:
+    filling = build("async-1f1b", ScheduleRequest(8, 2, 4))
+    assert window_delay(filling, 40) is None
+    assert window_delay(filling, 4) == metrics(filling).mean_delay
 
 
 @pytest.mark.usefixtures("costs")
@@ -90,9 +113,10 @@ def test_a_late_layout_ranks_by_its_seconds_to_the_same_loss() -> None:
     assert without is not None
     assert paid is not None
     assert without.loss_s == without.update_s == paid.update_s
-    assert paid.more_updates == pytest.approx(3.0)
+    assert paid.mean_delay == pytest.approx(0.9), "of 10 updates, the first has nothing late"
+    assert paid.more_updates == pytest.approx(2.7)
     assert paid.rank == (0.0, paid.loss_s)
-    assert paid.loss_s == pytest.approx(3 * paid.update_s)
+    assert paid.loss_s == pytest.approx(2.7 * paid.update_s)
 
 
 @pytest.mark.usefixtures("costs")
@@ -128,11 +152,10 @@ def test_auto_is_late_only_with_an_optimizer_that_bears_it() -> None:
     assert chosen[None].schedule.weight_rule.overlaps_updates
     assert chosen["careless"].schedule.weight_rule.overlaps_updates
     assert seconds["careless"] <= seconds["nadamw"]
-    late = settled_delay(chosen["nadamw"].schedule)
-    assert seconds["nadamw"] * more_updates("nadamw", late) < seconds["careless"] * more_updates(
-        "nadamw", settled_delay(chosen["careless"].schedule)
-    )
-    assert late < settled_delay(chosen["careless"].schedule)
+    delays = {optimizer: metrics(found.schedule).mean_delay for optimizer, found in chosen.items()}
+    assert delays["nadamw"] < delays["careless"]
+    paid = {optimizer: seconds[optimizer] * more_updates("nadamw", delays[optimizer]) for optimizer in ("careless", "nadamw")}
+    assert paid["nadamw"] < paid["careless"]
 
 
 @pytest.mark.usefixtures("costs")
