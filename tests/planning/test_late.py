@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from raypipe.artifacts.profile import ModelProfile
 from raypipe.artifacts.topology import ClusterTopology
 from raypipe.planning.evaluator import Evaluation, LayoutEvaluator
-from raypipe.planning.late import with_late_updates
+from raypipe.planning.late import with_hidden_transfers, with_late_updates
 from raypipe.planning.layout import Layout
 from raypipe.planning.layout_schedules import layout_schedule
 from raypipe.planning.plan import plan_problem
@@ -76,6 +78,24 @@ def test_a_limit_on_staleness_holds() -> None:
     assert free is not None
     assert window_metrics(late).mean_delay <= 0.3 < window_metrics(free).mean_delay
     assert free.timing.steady_update_s < late.timing.steady_update_s
+
+
+def test_updates_are_later_only_as_far_as_the_optimizer_bears_it() -> None:
+    """Faster updates do not pay for several times as many."""
+    free = with_late_updates(LayoutEvaluator(problem(0.25)), simulated(problem(0.25), "amdp-auto"))
+    paying = replace(problem(0.25), optimizer="nadamw")
+    early = simulated(paying, "amdp-auto")
+    late = with_late_updates(LayoutEvaluator(paying), early)
+    assert free is not None
+    assert free.layout.late
+    assert late is not None
+    as_free = LayoutEvaluator(paying).simulate(free.layout)
+    assert as_free is not None
+    assert as_free.loss_s > 1.5 * early.loss_s
+    assert late.loss_s <= early.loss_s
+    hidden = with_hidden_transfers(LayoutEvaluator(paying), early, most_steps=3)
+    assert hidden is not None
+    assert hidden.rank <= early.rank
 
 
 def test_a_plan_has_them() -> None:
