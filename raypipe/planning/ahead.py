@@ -17,12 +17,12 @@ _MOST_HOPS = 8  # That are tried one by one.
 _LEAST_EXPOSED = 0.01  # Share of the time that devices wait for transfers.
 
 
-def _update_s(evaluation: Evaluation) -> float:
-    return evaluation.update_s
+def _loss_s(evaluation: Evaluation) -> float:
+    return evaluation.loss_s
 
 
 def with_forwards_ahead(
-    evaluator: LayoutEvaluator, evaluation: Evaluation | None, *, most_steps: int, seconds: Callable[[Evaluation], float] = _update_s
+    evaluator: LayoutEvaluator, evaluation: Evaluation | None, *, most_steps: int, seconds: Callable[[Evaluation], float] = _loss_s
 ) -> Evaluation | None:
     """Return the layout with as many forwards ahead at each hop as make it faster, one by one, within memory and limits on staleness.
 

@@ -57,6 +57,20 @@ def test_a_slow_hop_is_hidden_by_forwards_ahead_there(num_devices: int, delay: f
     assert sum(found.layout.ahead[:hop]) == 0, "workers before the hop need as many more, and no others"
 
 
+def test_forwards_run_ahead_only_where_a_loss_is_reached_sooner() -> None:
+    """Without a flush, a forward ahead may read weights that are an update older."""
+    topology = cluster(4, hop=1, latency_s=2 * F_S)
+    early, faster = both(problem(topology, 8), "async-1f1b")
+    assert faster.update_s * 1.1 < early.update_s
+    paying = problem(topology, 8, optimizer="nadamw")
+    without, found = both(paying, "async-1f1b")
+    as_faster = LayoutEvaluator(paying).simulate(faster.layout)
+    assert as_faster is not None
+    assert as_faster.mean_delay > without.mean_delay
+    assert as_faster.loss_s > without.loss_s
+    assert found.loss_s <= without.loss_s
+
+
 def test_without_a_slow_hop_no_forward_runs_ahead() -> None:
     without, found = both(problem(cluster(4, hop=1, latency_s=1e-4), 16), "1f1b")
     assert found is without
