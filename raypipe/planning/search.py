@@ -276,7 +276,7 @@ class LayoutSearch:
             # Mostly around the best, sometimes around others: the best may lie in a narrow valley.
             changed = self.moves.changed(pool[min(int(rng.expovariate(1.0)), len(pool) - 1)].layout, rng)
             # While plans lack memory that estimates leave out, such as that of sums, slower ones are better if they fit.
-            most_s = math.inf if pool[-1].missing_bytes else pool[-1].loss_s * slack
+            most_s = math.inf if pool[-1].missing_bytes else pool[-1].update_s * slack
             if changed is None or changed in seen or seconds(changed) >= most_s:
                 continue
             seen.add(changed)
