@@ -28,9 +28,10 @@ def ramped(estimator: Estimator, layout: Layout) -> Iterator[Layout]:
     if layout.num_stages != len(layout.workers) or layout.num_stages < 2 or layout.listed is not None:
         return
     cuts = RampCuts.of(estimator, layout.workers)
+    if cuts is None:
+        return
     seen = {layout.cuts}
-    for ramp in _RAMPS if cuts is not None else ():
-        assert cuts is not None
+    for ramp in _RAMPS:
         found = cuts.best(ramp)
         if found is not None and found not in seen:
             seen.add(found)
@@ -96,12 +97,11 @@ class RampCuts:
         starts = np.full(self.num_layers + 1, np.inf)
         starts[0] = 0.0
         origins: list[np.ndarray[tuple[int], np.dtype[np.intp]]] = []
-        for number, (forward_s, busy_s) in enumerate(zip(self.forward_s, self.busy_s, strict=True)):
+        for hop_s, forward_s, busy_s in zip(self.hop_s, self.forward_s, self.busy_s, strict=True):
+            starts = starts + hop_s
             ends = np.where(ramp * starts[:, None] + busy_s <= limit_s, starts[:, None] + forward_s, np.inf)
             origins.append(ends.argmin(axis=0))
             starts = ends.min(axis=0)
-            if number + 1 < len(self.hop_s):
-                starts = starts + self.hop_s[number + 1]
         if not np.isfinite(starts[-1]):
             return None
         cuts = [self.num_layers]
