@@ -77,7 +77,8 @@ class RampCuts:
 
     def best(self, ramp: float) -> tuple[int, ...] | None:
         """Return the cuts with the least of the largest head times `ramp`, and work, of any worker; `None` where no cuts are possible."""
-        high = float(max(busy_s[np.isfinite(busy_s)].max(initial=0.0) for busy_s in self.busy_s)) * 2
+        hops_s = sum(float(hop_s[np.isfinite(hop_s)].max(initial=0.0)) for hop_s in self.hop_s)
+        high = float(max(busy_s[np.isfinite(busy_s)].max(initial=0.0) for busy_s in self.busy_s)) * 2 + hops_s
         low, best = 0.0, self._within(high, ramp)
         for _ in range(_NUM_HALVINGS if best is not None else 0):
             middle = (low + high) / 2

@@ -48,6 +48,21 @@ def test_no_other_cuts_end_earlier(seed: int) -> None:
         assert end_s(problem, workers, cuts, ramp) == pytest.approx(least_s, rel=1e-5)
 
 
+def test_one_microbatch_on_slow_links_has_cuts() -> None:
+    """Messages take longer than twice the work of all layers."""
+    profile = ModelProfile.uniform(6, forward_s=0.01, backward_s=0.02, microbatch_size=4, output_bytes=1_000_000)
+    problem = Problem(profile, ClusterTopology.uniform(3, bandwidth_bytes_per_s=1e6), 1, 4)
+    workers = ((0,), (1,), (2,))
+    found = RampCuts.of(LayoutEvaluator(problem).estimator, workers)
+    assert found is not None
+    cuts = found.best(1.0)
+    assert cuts is not None
+    assert end_s(problem, workers, cuts, 1.0) > 2 * sum(layer.forward_s + layer.backward_s for layer in profile.layers)
+    all_cuts = [(0, *inner, 6) for inner in itertools.combinations(range(1, 6), 2)]
+    least_s = min(end_s(problem, workers, each, 1.0) for each in all_cuts)
+    assert end_s(problem, workers, cuts, 1.0) == pytest.approx(least_s, rel=1e-5)
+
+
 def test_later_workers_of_a_long_pipeline_get_less_work_and_the_update_is_faster() -> None:
     profile = ModelProfile.uniform(96, microbatch_size=4, output_bytes=1)
     problem = Problem(profile, ClusterTopology.uniform(8), 16, 4)
