@@ -21,6 +21,7 @@ from raypipe.planning.problem import Devices, Floats
 _RAMPS = (1.0, 0.6, 0.3)  # Parts of its head that each worker's work is shortened by: few activations in flight leave other gaps.
 _NUM_HALVINGS = 20
 _RUN_WORK_S = 20e-9  # For each run of layers of a worker.
+MOST_RUNS = 2**24  # Of layers, over all workers: their two tables take 256 MiB.
 
 
 def ramped(estimator: Estimator, layout: Layout) -> Iterator[Layout]:
@@ -54,8 +55,10 @@ class RampCuts:
 
     @classmethod
     def of(cls, estimator: Estimator, workers: Sequence[Devices]) -> RampCuts | None:
-        """Return the tables of these workers; `None` where one has more devices than rows."""
+        """Return the tables of these workers; `None` where one has more devices than rows, or the tables have more than `MOST_RUNS`."""
         problem = estimator.problem
+        if len(workers) * problem.num_layers**2 > MOST_RUNS:
+            return None
         tables: list[tuple[Floats, Floats]] = []
         num_bytes = problem.summed_prefix[None, :] - problem.summed_prefix[:, None]
         for group in workers:

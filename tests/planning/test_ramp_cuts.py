@@ -8,6 +8,7 @@ import pytest
 
 from raypipe.artifacts.profile import ModelProfile
 from raypipe.artifacts.topology import ClusterTopology
+from raypipe.planning import ramp_cuts
 from raypipe.planning.evaluator import LayoutEvaluator
 from raypipe.planning.layout import Layout
 from raypipe.planning.levels import dealt
@@ -90,3 +91,19 @@ def test_layouts_of_several_stages_a_worker_or_of_one_worker_are_left_alone() ->
 def test_a_worker_with_more_devices_than_rows_has_no_cuts() -> None:
     problem = replace(random_problem(1, num_devices=4, num_layers=4), microbatch_size=2)
     assert list(ramped(LayoutEvaluator(problem).estimator, Layout((0, 2, 4), ((0, 1, 2), (3,)), "zb-h2"))) == []
+
+
+@pytest.mark.parametrize("most_runs", [2 * 4**2, 2 * 4**2 - 1])
+def test_tables_that_would_take_much_memory_are_not_made(monkeypatch: pytest.MonkeyPatch, most_runs: int) -> None:
+    problem = random_problem(1, num_devices=2, num_layers=4)
+    monkeypatch.setattr(ramp_cuts, "MOST_RUNS", most_runs)
+    found = RampCuts.of(LayoutEvaluator(problem).estimator, ((0,), (1,)))
+    assert (found is None) is (most_runs < 2 * 4**2)
+
+
+def test_the_most_runs_take_no_more_than_256_mib() -> None:
+    problem = random_problem(1, num_devices=2, num_layers=30)
+    found = RampCuts.of(LayoutEvaluator(problem).estimator, ((0,), (1,)))
+    assert found is not None
+    num_bytes = sum(table.nbytes for table in (*found.forward_s, *found.busy_s))
+    assert num_bytes / (2 * 31**2) * ramp_cuts.MOST_RUNS == 256 * 2**20
