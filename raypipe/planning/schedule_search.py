@@ -218,11 +218,10 @@ class _Search:
         evaluated.sort(key=lambda one: one.rank)
         if is_ramped:
             self._evaluate_ramped(evaluated[: min(_NUM_RAMPED, num_tops)], evaluated)
-        elif is_split:
-            del evaluated[1:]  # The best one alone is improved.
         if evaluated:
+            begin = evaluated if is_ramped else evaluated[:1]  # Without other cuts the best one alone is improved.
             seconds = search.split_s if is_split else None
-            evaluated.append(search.improved(evaluated, self.budget.num_simulations // 4 - 1, seconds=seconds, slack=_SLACK))
+            evaluated.append(search.improved(begin, self.budget.num_simulations // 4 - 1, seconds=seconds, slack=_SLACK))
             if is_ramped:
                 self._evaluate_ramped(evaluated[-1:], evaluated)
 

@@ -6,14 +6,17 @@ import itertools
 import math
 import random
 import statistics
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 import pytest
 
 from raypipe.planning import moves
-from raypipe.planning.evaluator import LayoutEvaluator
+from raypipe.planning.evaluator import Evaluation, LayoutEvaluator
+from raypipe.planning.layout import Layout
 from raypipe.planning.plan_bound import plan_bound
 from raypipe.planning.search import LayoutSearch, SearchBudget
+from raypipe.planning.solve import solve
 from tests.planning.instances import random_problem
 from tests.planning.optima import Case, gap, optimum_s, stored
 
@@ -108,3 +111,32 @@ def test_a_change_leaves_open_which_forwards_run_again() -> None:
     begin = replace(next(iter(searching.starts())), recomputed=(0,))
     changed = [searching.moves.changed(begin, rng) for _ in range(100)]
     assert {layout.recomputed for layout in changed if layout is not None} == {None}
+
+
+def improved_layouts(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
+    """Solve a small problem, and return by order the number of layouts that the search by simulations begins with."""
+    begun: dict[str, int] = {}
+    improved = LayoutSearch.improved
+
+    def counted(
+        search: LayoutSearch,
+        begin: Iterable[Evaluation],
+        num_simulations: int,
+        *,
+        seconds: Callable[[Layout], float] | None = None,
+        slack: float = 1.0,
+    ) -> Evaluation:
+        pool = list(begin)
+        begun[pool[0].layout.order] = len(pool)
+        return improved(search, pool, num_simulations, seconds=seconds, slack=slack)
+
+    monkeypatch.setattr(LayoutSearch, "improved", counted)
+    problem = random_problem(7, num_devices=4, num_layers=8)
+    solve(LayoutEvaluator(problem), budget=replace(SearchBudget(), num_simulations=120, work_s=2.0))
+    return begun
+
+
+def test_of_orders_with_whole_backwards_the_best_layout_alone_is_improved(monkeypatch: pytest.MonkeyPatch) -> None:
+    begun = improved_layouts(monkeypatch)
+    assert begun["gpipe"] == 1
+    assert min(begun["zb-h1"], begun["zb-h2"]) > 1
