@@ -38,11 +38,12 @@ _NUM_CLIMBED = 3  # Kinds of orders with several stages or pipelines whose cuts 
 _LEAST_STEPS = 3  # Of the search for forwards ahead, however small the budget.
 _SLACK = 1.05  # Error of the rank of schedules with a split backward.
 # Shares of the work that is left: of consecutive layers, and of that of the plans of others, of one stage a worker with whole backwards,
-# of other orders of one stage, of several stages or pipelines; of branches.
+# of other orders of one stage and, in each, of cuts for the ramp; of several stages or pipelines; of branches.
 _LISTS_SHARE = 0.75
 _OTHERS_SHARE = 0.2
 _WHOLE_SHARE = 0.5
 _ONE_STAGE_SHARE = 0.6
+_RAMPED_SHARE = 0.5
 _SEVERAL_SHARE = 0.6
 _BRANCHES_SHARE = 0.8
 _NEAR = 1.25  # Times the best layout within which layouts of other kinds are improved, where simulations take long.
@@ -217,7 +218,8 @@ class _Search:
         is_ramped = is_split and self.evaluator.problem.num_devices <= _MOST_RAMPED
         evaluated.sort(key=lambda one: one.rank)
         if is_ramped:
-            self._evaluate_ramped(evaluated[: min(_NUM_RAMPED, num_tops)], evaluated)
+            with stopping.part(share=_RAMPED_SHARE):
+                self._evaluate_ramped(evaluated[: min(_NUM_RAMPED, num_tops)], evaluated)
         if evaluated:
             begin = evaluated if is_ramped else evaluated[:1]  # Without other cuts the best one alone is improved.
             seconds = search.split_s if is_split else None

@@ -6,12 +6,13 @@ import itertools
 import math
 import random
 import statistics
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 
 import pytest
 
-from raypipe.planning import moves
+from raypipe import stopping
+from raypipe.planning import moves, schedule_search
 from raypipe.planning.evaluator import Evaluation, LayoutEvaluator
 from raypipe.planning.layout import Layout
 from raypipe.planning.plan_bound import plan_bound
@@ -140,3 +141,13 @@ def test_of_orders_with_whole_backwards_the_best_layout_alone_is_improved(monkey
     begun = improved_layouts(monkeypatch)
     assert begun["gpipe"] == 1
     assert min(begun["zb-h1"], begun["zb-h2"]) > 1
+
+
+def test_cuts_for_the_ramp_leave_work_for_what_is_improved(monkeypatch: pytest.MonkeyPatch) -> None:
+    def endless(*_: object) -> Iterator[Layout]:
+        while True:
+            stopping.spend(0.001)
+            yield from ()
+
+    monkeypatch.setattr(schedule_search, "ramped", endless)
+    assert {"zb-h1", "zb-h2"} <= improved_layouts(monkeypatch).keys()
