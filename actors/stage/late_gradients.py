@@ -11,7 +11,8 @@ whose step from its gradient `g` is `d(g)`; they are reconstructions from abstra
                           arXiv 2606.30634).
 
 s is the mean delay of the gradients of the stage in an update: of K rounds of which one is late, s = 1 / K; and where nothing is late,
-nothing is corrected. Each keeps one tensor of the size of a weight, `late_step` and `late_gradient`, beside the optimizer's own state.
+nothing is corrected. Before the first step d counts as zero. Each keeps one tensor of the size of a weight, `late_step` and
+`late_gradient`, beside the optimizer's own state.
 """
 
 from __future__ import annotations
@@ -64,8 +65,8 @@ class LateGradients(torch.optim.Optimizer):
 
     def _look_ahead(self, weight: Tensor, step: Tensor) -> None:
         late = step * self.delay
-        if (before := self.state[weight].get(_STEP)) is not None:
-            weight.add_(late - before, alpha=self.lookahead)
+        # Where no step is kept the weights stand nowhere ahead, as if the last step were zero.
+        weight.add_(late - self.state[weight].get(_STEP, 0.0), alpha=self.lookahead)
         self.state[weight][_STEP] = late
 
     def _with_gradients(self) -> Iterator[tuple[Tensor, Tensor]]:
