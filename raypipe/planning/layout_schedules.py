@@ -70,9 +70,11 @@ def layout_schedule(problem: Problem, layout: Layout, *, num_updates: int) -> Sc
         schedule = forwards_ahead(schedule, layout.forwards_ahead)
         validate(schedule)
     if layout.has_copies or len(schedule.pipelines) > 1:
-        schedule = late_updates(schedule, layout.late)
-        if layout.late:
-            validate(schedule)
+        later = late_updates(schedule, layout.late)
+        # Where a rule fixes versions no Op reads another one, but tied stages wait for each other.
+        if layout.late or (graph.ties and later.programs != schedule.programs):
+            validate(later)
+        schedule = later
     return recompute(schedule, layout.recomputed) if layout.recomputed else schedule
 
 

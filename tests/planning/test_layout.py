@@ -12,11 +12,13 @@ from hypothesis import strategies as st
 
 from raypipe.artifacts.profile import LayerProfile, ModelProfile
 from raypipe.artifacts.topology import ClusterTopology, Device, Node, NodeLink
+from raypipe.errors import ScheduleError
+from raypipe.planning import layout_schedules
 from raypipe.planning.evaluator import Evaluation, LayoutEvaluator
 from raypipe.planning.layout import Layout
 from raypipe.planning.problem import Problem
 from raypipe.schedules.catalogue import build
-from raypipe.schedules.ir import Op, OpKind
+from raypipe.schedules.ir import Op, OpKind, Schedule, Slot
 from raypipe.schedules.lower import Placement, Send, lower
 from raypipe.schedules.request import ScheduleRequest
 from tests.planning.instances import all_plans, divided, random_problem
@@ -240,3 +242,19 @@ def test_updates_of_copies_wait_for_slow_sums_where_gradients_have_room() -> Non
     crowded = simulated(needs[0])
     assert crowded.layout.late == 0
     assert crowded.timing.steady_update_s == early.timing.steady_update_s
+
+
+def test_updates_that_wait_are_checked_where_stages_are_tied(monkeypatch: pytest.MonkeyPatch) -> None:
+    def is_update(slot: Slot) -> bool:
+        return isinstance(slot, Op) and slot.kind is OpKind.UPDATE
+
+    def at_the_end(schedule: Schedule, _: int | None) -> Schedule:
+        return replace(schedule, programs=tuple(tuple(sorted(program, key=is_update)) for program in schedule.programs))
+
+    monkeypatch.setattr(layout_schedules, "late_updates", at_the_end)
+    profile = ModelProfile.uniform(4, microbatch_size=2, output_bytes=1)
+    first, *inner, last = profile.layers
+    profile = replace(profile, layers=(replace(first, tied="w"), *inner, replace(last, tied="w")))
+    problem = Problem(profile, ClusterTopology.uniform(4), 4, 2, max_staleness=1)
+    with pytest.raises(ScheduleError):
+        layout_schedules.layout_schedule(problem, Layout((0, 2, 4), ((0, 1), (2, 3)), "pipedream-2bw"), num_updates=4)
