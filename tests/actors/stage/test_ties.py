@@ -195,7 +195,9 @@ def test_norms_of_ties_that_start_early_clip_to_the_last_bit_as_those_at_the_upd
     for moved in (False, True):
         run = pipeline(model, build(name, ScheduleRequest(4, 4, 4, update_scope=UpdateScope.TIED)))
         if moved:
-            run.programs = tuple(map(norms_at_updates, run.programs))
+            early_programs = run.programs
+            run.programs = tuple(map(norms_at_updates, early_programs))
+            assert run.programs != early_programs
         norms = [norms_of(run.run_window(), scope=UpdateScope.TIED) for _ in range(2)]
         found.append((norms, layers_of(run)))
     assert all(norm > MAX_GRAD_NORM for window in found[0][0] for norm in window.values())
