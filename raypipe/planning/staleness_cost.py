@@ -20,7 +20,9 @@ MEASURED: Mapping[str, tuple[tuple[float, float], ...]] = {
     OptimizerName.MUON.value: ((0.0, 1.0), (0.99, 1.57)),
 }
 """Points (mean delay in updates, number of updates over that without delay), by rising delay; straight lines between and beyond. Muon's
-are those with `optimizer.gradient_correction`."""
+is that with `optimizer.gradient_correction`, of one seed: what lies between is interpolated, not measured."""
+_NEAR_MEASURED = 0.2
+"""Part of its mean delay within which a measured point stands for others."""
 _OF_OTHERS = OptimizerName.NADAMW.value
 """AdamW bears delay no better than NAdamW, and of other optimizers nothing is known: they pay as much."""
 
@@ -47,9 +49,12 @@ def both_halves(update_s: float, mean_delay: float, optimizer: str) -> str:
     """Return in words what a choice takes until a loss: seconds of an update, and how many more updates."""
     more = more_updates(optimizer, mean_delay)
     known = optimizer if optimizer in MEASURED else f"an optimizer like {_OF_OTHERS}"
+    delays = [delay for delay, _ in MEASURED.get(optimizer, MEASURED[_OF_OTHERS])]
+    is_measured = any(abs(delay - mean_delay) <= _NEAR_MEASURED * delay for delay in delays)
+    how = f"{'inter' if mean_delay < delays[-1] else 'extra'}polated, not measured"
     return (
         f"{seconds(update_s)} an update; gradients are {mean_delay:.2g} updates late on average, for which {known} takes about "
-        f"{more - 1:.1%} more updates to the same loss"
+        f"{more - 1:.1%} more updates to the same loss{'' if is_measured else f' ({how})'}"
     )
 
 

@@ -193,3 +193,18 @@ def test_the_line_says_both_halves() -> None:
 
 def test_the_line_names_what_stands_for_an_optimizer_that_was_not_measured() -> None:
     assert "an optimizer like nadamw takes" in both_halves(0.5, 0.25, "lion")
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "mean_delay", "how"),
+    [
+        ("muon", 0.05, "interpolated"),
+        ("muon", 0.5, "interpolated"),
+        ("muon", 1.0, ""),
+        ("nadamw", 0.25, ""),
+        ("nadamw", 3.0, "extrapolated"),
+    ],
+)
+def test_the_line_says_where_no_delay_nearby_was_measured(optimizer: str, mean_delay: float, how: str) -> None:
+    text = both_halves(0.5, mean_delay, optimizer)
+    assert text.endswith(f"({how}, not measured)") if how else "not measured" not in text
