@@ -9,7 +9,9 @@ divide them into 8 K microbatches. *Losses* are the executor's, with its devices
 which update's weights each layer reads for each row and on nothing else, so that all synchronous schedules have one curve, and
 an asynchronous schedule has that of its delays (`same_delays.py`). *Seconds* are those of the same orders with the model's layers as
 measured on a core, optimizer steps included, each schedule on its own best cut of 16 layers (`async_cases.py`); simulated for eight
-processes of one node, or rehearsed there. All clip by the norm over all stages.
+processes of one node, or rehearsed there. They are those of an update far from the ends of a window, without filling and draining; the
+orders behind the curves drain at the end of each window, so that the first update of each has nothing late. All clip by the norm over
+all stages.
 
 The learning rate is the best of those that were run with the synchronous schedule. Cells are files in benchmarks/results/time-to-loss:
 curves, seconds, profiles and tables of delays. Printed: the seconds until the loss with which the fastest synchronous schedule ends, as a
