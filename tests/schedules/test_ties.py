@@ -36,18 +36,20 @@ def test_every_schedule_stays_valid_and_runs_in_one_order(name: str, data: st.Da
     schedule = catalogue.build(name, data.draw(strategies.sizes(name, max_updates=3)))
     if schedule.num_stages == 1:
         return
-    ties = [(0, schedule.num_stages - 1), tuple(sorted({0, schedule.num_stages // 2, schedule.num_stages - 1}))]
-    schedule = tied(schedule, data.draw(st.sampled_from(ties)))
-    if len(schedule.pipelines) > 1 and data.draw(st.booleans()):
-        schedule = shard_optimizer(schedule)
+    last = schedule.num_stages - 1
+    ties: list[list[tuple[int, ...]]] = [[(0, last)], [tuple(sorted({0, schedule.num_stages // 2, last}))]]
+    is_one_each = schedule.num_stages == schedule.num_workers and len(schedule.pipelines) == 1
+    if is_one_each and schedule.num_stages >= 4:
+        ties += [[(0, last), (1, last - 1)], [(0, last - 1), (1, last)]]
+    schedule = tied(schedule, *data.draw(st.sampled_from(ties)))
+    counts = [data.draw(st.integers(1, 2)) for _ in range(schedule.num_workers)]
+    replicated = [worker for worker, count in enumerate(counts) if count > 1]
+    if (is_one_each or len(schedule.pipelines) > 1) and data.draw(st.booleans()):
+        schedule = shard_optimizer(schedule, replicated_workers=replicated if is_one_each else ())
     elif data.draw(st.booleans()):
         schedule = late_updates(schedule, data.draw(st.sampled_from([None, 1, 3, 9])))
     validate(schedule)
-    workers = tuple(
-        tuple((2 * worker + number, 1 / count) for number in range(count))
-        for worker in range(schedule.num_workers)
-        for count in [data.draw(st.integers(1, 2))]
-    )
+    workers = tuple(tuple((2 * worker + number, 1 / count) for number in range(count)) for worker, count in enumerate(counts))
     numbers = {device: number for number, (device, _) in enumerate(member for members in workers for member in members)}
     placement = Placement(tuple(tuple((numbers[device], share) for device, share in members) for members in workers))
     for programs in (lower(schedule), lower(schedule, placement)):
