@@ -7,6 +7,7 @@ import dataclasses
 import math
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -94,7 +95,7 @@ class Checkpoints:
     Args:
         index: What all checkpoints of the run have in common.
         resumed: The checkpoint that the run goes on from.
-        on_saved: Called with each checkpoint that is complete, and the seconds of writing it.
+        on_saved: Called between windows with each checkpoint that is complete, and the seconds of writing it; once more if it raised.
         position: Returns where the training data goes on behind an update, if a checkpoint has to say.
     """
 
@@ -115,6 +116,7 @@ class Checkpoints:
         self._position = position
         self._folder, self._lock, self._config, self._index, self._notice = folder, lock, config, index, notice
         self._writing: _Writing | None = None
+        self._untold: deque[tuple[Checkpoint, float]] = deque()
         self._since_s = time.monotonic()
 
     def begin(self) -> None:
@@ -131,6 +133,7 @@ class Checkpoints:
     def save(self, coordinator: Coordinator, update: int, metrics: Mapping[str, float]) -> None:
         """Copy all layers, and have the copies written while the next windows run; one that is still being written comes first."""
         self.wait()
+        self._tell()
         if self.newest is not None and self.newest.index.update == update:
             return
         self._since_s = time.monotonic()
@@ -174,13 +177,13 @@ class Checkpoints:
             self.newest = Checkpoint.finish(
                 folder, dataclasses.replace(self._index, update=update, files=files, data=self._position(update))
             )
-            self._on_saved(self.newest, time.monotonic() - began_s)
+            self._untold.append((self.newest, time.monotonic() - began_s))
         except (OSError, RunError, RayError) as error:
             self._notice(_not_saved(update, error))
 
     def usable(self) -> list[Checkpoint]:
         """Return the checkpoints that this run may go back to: its newest one and those before."""
-        self.poll()
+        self._settle_if_done()
         if self.newest is None:
             return []
         return [checkpoint for checkpoint in self._readable() if checkpoint.index.update <= self.newest.index.update]
@@ -193,9 +196,19 @@ class Checkpoints:
         return found
 
     def poll(self) -> None:
-        """Tell of a checkpoint that has been written since."""
+        """Tell, between two windows, of a checkpoint that has been written since."""
+        self._settle_if_done()
+        self._tell()
+
+    def _settle_if_done(self) -> None:
         if self._writing is not None and self._writing.is_done:
             self._settle(self._writing)
+
+    def _tell(self) -> None:
+        # Callbacks use the model that the stages hold: one that fails with a device is told again once the run has recovered.
+        while self._untold:
+            self._on_saved(*self._untold[0])
+            self._untold.popleft()
 
     def wait(self) -> None:
         """Wait until nothing is being written."""
@@ -207,7 +220,7 @@ class Checkpoints:
         """Wait a while for a checkpoint that is being written, before a run that failed ends its actors."""
         if self._writing is not None:
             self._writing.wait(seconds)
-            self.poll()
+            self._settle_if_done()
 
     def finish(self, update: int) -> Checkpoint:
         """Wait for the checkpoint of the last update, and return it.
@@ -221,6 +234,7 @@ class Checkpoints:
             writing = self._writing
             self.wait()
             problem = writing.problem
+        self._tell()
         if self.newest is None or self.newest.index.update != update:
             there = f"the last checkpoint is {self.newest.path}" if self.newest is not None else "there is no other checkpoint"
             kind = NonFiniteError if isinstance(problem, NonFiniteError) else RunError
@@ -234,7 +248,7 @@ class Checkpoints:
             self._notice(_not_saved(writing.index.update, writing.problem))
             return
         self.newest = writing.checkpoint
-        self._on_saved(writing.checkpoint, writing.seconds)
+        self._untold.append((writing.checkpoint, writing.seconds))
         num_bytes = sum(file.size_bytes for file in writing.checkpoint.index.files.values())
         self._notice(f"saved update {writing.index.update}: {size(num_bytes)} written in {writing.seconds:.1f} s")
         try:

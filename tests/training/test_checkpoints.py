@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -58,14 +59,21 @@ class Run:
         self.clock_s = 100.0
         monkeypatch.setattr("raypipe.training.checkpoints.time.monotonic", lambda: self.clock_s)
         self.told: list[str] = []
+        self.events: list[int] = []
+        self.problem_of_callback: Exception | None = None
         self.folder = RunFolder.create(str(tmp_path), "run")
         lock = RunLock(self.folder.storage)
         index = CheckpointIndex(update=0, layers=("a",), model="m", seed=0)
         settings = RunConfig(**config)
         self.checkpoints = Checkpoints(
-            self.folder, lock, settings, index=index, resumed=None, notice=self.told.append, on_saved=lambda checkpoint, seconds: None
+            self.folder, lock, settings, index=index, resumed=None, notice=self.told.append, on_saved=self._on_saved
         )
         self.checkpoints.begin()
+
+    def _on_saved(self, checkpoint: Checkpoint, seconds: float) -> None:
+        self.events.append(checkpoint.index.update)
+        if self.problem_of_callback is not None:
+            raise self.problem_of_callback
 
     def save(self, update: int, actor: OneActor | None = None, **metrics: float) -> None:
         self.checkpoints.save(actor or OneActor(), update, metrics)  # type: ignore[arg-type]
@@ -193,3 +201,44 @@ def test_the_copy_in_memory_is_written_where_no_time_is_left_for_the_window(tmp_
     assert newest.load_layer(0)["weight"].tolist() == [15.0, 15.0, 15.0]
     run.checkpoints.save_copy([StateCopy(20, {0: [packed({"weight": torch.tensor([math.inf])})]})])
     assert "update 20 was not saved: weight in layer-0000-a.safetensors is infinite" in run.told[-1]
+    assert not run.events, "the run is not between windows"
+
+
+def test_a_checkpoint_is_told_between_windows_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run, actor = Run(tmp_path, monkeypatch), OneActor()
+    actor.may_write.clear()
+    run.save(1, actor)
+    run.checkpoints.poll()
+    assert not run.events, "it is still being written"
+    actor.may_write.set()
+    run.checkpoints.give_time(20)
+    assert [checkpoint.index.update for checkpoint in run.checkpoints.usable()] == [1]
+    assert not run.events, "a device may have failed"
+    run.checkpoints.poll()
+    run.checkpoints.poll()
+    assert run.events == [1]
+    run.save(2)
+    run.save(3)
+    assert run.events == [1, 2]
+    run.checkpoints.finish(3)
+    assert run.events == [1, 2, 3]
+
+
+@pytest.mark.parametrize("tells", ["poll", "save", "finish"])
+def test_a_checkpoint_is_told_again_where_a_device_failed_meanwhile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tells: str) -> None:
+    run = Run(tmp_path, monkeypatch)
+    run.save(1)
+    run.checkpoints.wait()
+    calls: dict[str, Callable[[], object]] = {
+        "poll": run.checkpoints.poll,
+        "save": lambda: run.save(1),
+        "finish": lambda: run.checkpoints.finish(1),
+    }
+    tell = calls[tells]
+    run.problem_of_callback = RunError("a device failed")
+    with pytest.raises(RunError, match="a device failed"):
+        tell()
+    run.problem_of_callback = None
+    tell()
+    tell()
+    assert run.events == [1, 1]
