@@ -231,7 +231,10 @@ class Fit:
             raise self.callbacks.error
         if self.num_done < config.run.num_updates:
             self.folder.end_early(self.callbacks.stop_reason, update=self.num_done)
-        self.folder.publish()
+        try:
+            self.folder.publish()
+        except OSError as error:
+            self.notice(f"{self.folder.name}: a record could not be replaced ({error})")
         return Result(
             path=self.folder.name,
             metrics=self.record.figures,

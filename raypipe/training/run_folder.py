@@ -11,7 +11,7 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +45,7 @@ class RunFolder:
 
     path: Path
     remote: Storage | None = None
+    _published: dict[Path, tuple[int, int]] = field(default_factory=dict, repr=False, compare=False)  # sizes and times of files
 
     @property
     def storage(self) -> Storage:
@@ -165,17 +166,25 @@ class RunFolder:
             raise ConfigError(f"{self.name} cannot be read ({error}); check run.storage_path") from None
 
     def publish(self) -> None:
-        """Copy the records of a run at a URI there, with the folders that callbacks write; raises `OSError`."""
+        """Copy the records of a run at a URI there, with the folders that callbacks write, where they changed; raises `OSError`."""
         if self.remote is None:
             return
         for path in sorted(self.path.rglob("*")):
-            if path.is_file():
-                *folders, name = path.relative_to(self.path).parts
-                to = self.remote
-                for folder in folders:
-                    to = to / folder
-                    to.make()
-                to.write(name, path.read_bytes())
+            try:
+                known = path.stat()
+                stamp = (known.st_size, known.st_mtime_ns)
+                if not path.is_file() or self._published.get(path) == stamp:
+                    continue
+                content = path.read_bytes()
+            except FileNotFoundError:
+                continue  # a callback has removed it meanwhile
+            *folders, name = path.relative_to(self.path).parts
+            to = self.remote
+            for folder in folders:
+                to = to / folder
+                to.make()
+            to.write(name, content)
+            self._published[path] = stamp
 
     def file(self, name: str) -> Path:
         """Return the path of a file."""

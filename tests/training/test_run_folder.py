@@ -9,7 +9,9 @@ import shutil
 from pathlib import Path
 
 import pytest
+from pyarrow import fs
 
+from raypipe.artifacts.storage import Storage
 from raypipe.config import DataConfig, ModelConfig, RunConfig, TrainConfig
 from raypipe.errors import ConfigError
 from raypipe.training.run_folder import RunFolder
@@ -75,6 +77,42 @@ def test_what_comes_again_is_left_out_of_the_records(tmp_path: Path) -> None:
         "trace-until-update-000002.json",
         "trace-until-update-000004.json",
     ]
+
+
+def test_records_go_to_a_uri_where_they_changed_and_those_that_vanish_are_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "bucket").mkdir()
+    remote = Storage("sub://run", fs.SubTreeFileSystem(str(tmp_path / "bucket"), fs.LocalFileSystem()), "run")
+    remote.make()
+    folder = RunFolder(tmp_path / "records", remote)
+    (folder.file("logs") / "inner").mkdir(parents=True)
+    for name in ("a", "logs/b", "logs/inner/c", "vanishes"):
+        folder.file(name).write_text(name)
+    read = Path.read_bytes
+
+    def read_bytes(path: Path) -> bytes:
+        if path.name == "vanishes":
+            path.unlink()
+        return read(path)
+
+    monkeypatch.setattr(Path, "read_bytes", read_bytes)
+    folder.publish()
+    sent = tmp_path / "bucket" / "run"
+    assert sorted(str(path.relative_to(sent)) for path in sent.rglob("*") if path.is_file()) == ["a", "logs/b", "logs/inner/c"]
+    written: list[str] = []
+    write = Storage.write
+
+    def noted(to: Storage, name: str, content: bytes) -> None:
+        written.append(name)
+        write(to, name, content)
+
+    monkeypatch.setattr(Storage, "write", noted)
+    folder.publish()
+    assert not written
+    with folder.file("logs/b").open("a") as file:
+        file.write("more")
+    folder.publish()
+    assert written == ["b"]
+    assert (sent / "logs" / "b").read_text() == "logs/bmore"
 
 
 def test_figures_that_are_no_numbers_are_null_in_files_of_json(tmp_path: Path) -> None:
