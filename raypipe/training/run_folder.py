@@ -289,8 +289,11 @@ class RunFolder:
         self._append("failures.jsonl", line)
 
     def rewind_metrics(self, update: int) -> None:
-        """Drop the metrics of what came after an update, and the evaluation that followed it, which a run that goes on repeats."""
-        _keep_lines(self.file(METRICS), lambda line: line["update"] <= update if "loss" in line else line["update"] < update)
+        """Drop the metrics of what came after an update, and the evaluation that followed it, which a run that goes on repeats.
+
+        Figures that callbacks logged at the update stay: not all of their events come again.
+        """
+        _keep_lines(self.file(METRICS), lambda line: line["update"] < update + ("validation_loss" not in line))
 
     def _drop_after(self, update: int) -> None:
         # A resumed run repeats the decision that followed its checkpoint.

@@ -79,6 +79,22 @@ def test_what_comes_again_is_left_out_of_the_records(tmp_path: Path) -> None:
     ]
 
 
+def test_what_callbacks_logged_until_a_checkpoint_stays_in_the_records(tmp_path: Path) -> None:
+    folder = begun(tmp_path, "gpt")
+    for update in (2, 4, 6):
+        folder.add_metrics({"update": update, "loss": 1.0})
+        folder.add_metrics({"update": update, "validation_loss": 1.0})
+        folder.add_metrics({"update": update, "accuracy": 0.5})
+    folder.continue_from(config("gpt"), update=4)
+    assert [(line["update"], *line.keys() - {"update"}) for line in folder.metrics()] == [
+        (2, "loss"),
+        (2, "validation_loss"),
+        (2, "accuracy"),
+        (4, "loss"),
+        (4, "accuracy"),
+    ]
+
+
 def test_records_go_to_a_uri_where_they_changed_and_those_that_vanish_are_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "bucket").mkdir()
     remote = Storage("sub://run", fs.SubTreeFileSystem(str(tmp_path / "bucket"), fs.LocalFileSystem()), "run")
