@@ -14,9 +14,25 @@ from raypipe.analysis.idle import IDLE, divide
 from raypipe.artifacts.plan import Plan
 from raypipe.artifacts.trace import Trace
 from raypipe.config import TrainConfig
+from raypipe.errors import ConfigError
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+# Names of a run's own figures, which callbacks log nothing under.
+OWN_FIGURES = (
+    "update",
+    "loss",
+    "validation_loss",
+    "grad_norm",
+    "learning_rate",
+    "update_s",
+    "predicted_update_s",
+    "samples_per_s",
+    "tokens_per_s",
+    "bubble_ratio",
+)
+_OWN_GROUPS = ("idle_ratio/", "peak_memory_bytes/", "link_bytes_per_s/")
 
 
 class Forward(Protocol):
@@ -68,7 +84,13 @@ class Run:
         self.stop_reason = self.stop_reason or reason
 
     def log(self, name: str, value: float) -> None:
-        """Record a figure of one's own: in `metrics.jsonl` now, and with `Window.figures`, so with all loggers, from the next window on."""
+        """Record a figure of one's own: in `metrics.jsonl` now, and with `Window.figures`, so with all loggers, from the next window on.
+
+        Raises:
+            ConfigError: The name is that of a figure of the run.
+        """
+        if name in OWN_FIGURES or name.startswith(_OWN_GROUPS):
+            raise ConfigError(f"run.log: {name!r} is a figure of the run; choose another name, such as {f'my_{name}'!r}")
         self.logged[name] = float(value)
         if self.write_metrics is not None:
             self.write_metrics({"update": self.update, name: float(value)})

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,6 +14,7 @@ from raypipe.callbacks.base import Callback
 from raypipe.callbacks.catalogue import BUNDLED, make_callback
 from raypipe.callbacks.events import End, Evaluation, Run, Window
 from raypipe.callbacks.group import CallbackGroup
+from raypipe.callbacks.tables import COLUMNS
 from raypipe.config import CallbackConfig, TrainConfig
 from raypipe.errors import CallbackError, ConfigError, FormatError
 from tests.callbacks.events import run, window
@@ -114,6 +117,16 @@ def test_the_first_reason_to_stop_counts(tmp_path: Path) -> None:
     started.stop("one")
     started.stop("two")
     assert group.stop_reason == "one"
+
+
+def test_figures_of_the_run_are_logged_by_nobody_else(tmp_path: Path) -> None:
+    started, written = run(tmp_path), list[dict[str, Any]]()
+    started.write_metrics = written.append
+    for name in [*window([1.0]).figures(), *COLUMNS]:
+        with pytest.raises(ConfigError, match=re.escape(f"run.log: {name!r} is a figure of the run")):
+            started.log(name, 1.0)
+    started.log("my_loss", 1.0)
+    assert (started.logged, written) == ({"my_loss": 1.0}, [{"update": 0, "my_loss": 1.0}])
 
 
 CONFIG = "format: raypipe.train/1\nmodel: {function: 'a:b'}\ndata: {path: tokens.parquet}\n"
