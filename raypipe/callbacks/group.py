@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 
 from raypipe.callbacks.base import Callback
 from raypipe.callbacks.events import End, Evaluation, Failure, Phase, RecoveredFailure, Run, SavedCheckpoint, Window
-from raypipe.errors import CallbackError, RaypipeError, StageFailedError, TransportError
+from raypipe.errors import CallbackError, RaypipeError, StageFailedError, StageRaisedError, TransportError
 
 _LOG = logging.getLogger("raypipe.callbacks")
 
@@ -86,7 +86,7 @@ class CallbackGroup:
         """Tell the callbacks that have started how the run ended."""
         if (run := self._run) is not None:
             started = self._started
-            self._call("on_end", lambda callback: callback.on_end(run, end) if callback in started else None)
+            self._call("on_end", lambda callback: callback.on_end(run, end) if callback in started else None, can_recover=False)
 
     def close(self) -> None:
         """Let the callbacks give back what they hold."""
@@ -95,16 +95,22 @@ class CallbackGroup:
             with contextlib.suppress(Exception):
                 callback.close()
 
-    def _call(self, hook: str, call: Callable[[Callback], None]) -> None:
+    def _call(self, hook: str, call: Callable[[Callback], None], *, can_recover: bool = True) -> None:
         for callback in list(self._callbacks):
             if callback not in self._callbacks:
                 continue  # it failed to take the notice that another one has failed
             try:
                 call(callback)
-            except (StageFailedError, TransportError):  # a device failed while the callback used it, and the run recovers
-                raise
             except Exception as error:
-                self._drop(_named(callback, hook, error), callback, error)
+                # A device failed while the callback used it, and the run recovers.
+                is_of_device = isinstance(error, StageFailedError | TransportError) and can_recover
+                if not is_of_device:
+                    self._drop(_named(callback, hook, error), callback, error)
+                    continue
+                # The stage's own code raised it, and would again: rather the callback's rows than the model, which trains.
+                if isinstance(error, StageRaisedError) and not callback.required:
+                    self._drop(_named(callback, hook, error), callback, error)
+                raise
 
     def _drop(self, named: CallbackError, callback: Callback, error: Exception) -> None:
         self._callbacks.remove(callback)

@@ -193,9 +193,11 @@ class Fit:
             leave(self.folder, self.record, error, update=self.num_done, notice=self.notice)
             raise
         finally:
-            self.callbacks.end(End(self.num_done, error))
-            self._unlock()
-            self.callbacks.close()
+            try:
+                self.callbacks.end(End(self.num_done, error))
+            finally:
+                self._unlock()
+                self.callbacks.close()
         if self.callbacks.error is not None:
             raise self.callbacks.error
         return result
@@ -393,7 +395,7 @@ class Fit:
     def _train(self) -> Checkpoint:
         run, done = self.config.run, self.first_update
         result: WindowResult | None = None
-        with self.stop:
+        with self.stop, self._holding_model():
             self.notice(f"training updates {done + 1} to {run.num_updates}")
             self.checkpoints.begin()
             while True:
@@ -427,7 +429,6 @@ class Fit:
                     done, result = self.recovery.recover(error, update=done), None
                     self._warm_up()
                     self.num_done = done
-            self.is_between = False
             if done == 0:
                 raise KeyboardInterrupt
         if done < run.num_updates and self.callbacks.stop_reason:
@@ -436,6 +437,14 @@ class Fit:
             self.notice(f"stopped after update {done}, saved in {checkpoint.path}; `--resume auto` goes on from there")
             raise StoppedRun
         return checkpoint
+
+    @contextlib.contextmanager
+    def _holding_model(self) -> Iterator[None]:
+        # However training ends, stages are not asked for forwards behind it.
+        try:
+            yield
+        finally:
+            self.is_between = False
 
     def _record(self, result: WindowResult, done: int) -> None:
         strategy = self.strategy

@@ -41,10 +41,10 @@ class Forwards:
         Fields that no layer takes, such as labels, may be left out: the stages then take those of other rows, which changes no output.
 
         Args:
-            fields: Rows of a batch, each [rows, ...] in the shape that it has in the training data; as many rows as memory allows for.
+            fields: Rows of a batch, each [rows, ...] in shape and dtype of the training data; as many rows as memory allows for.
 
         Raises:
-            ConfigError: No stage holds the model now, or fields are missing or of another shape.
+            ConfigError: No stage holds the model now, or fields are missing or of another shape or dtype.
             RunError: A device failed.
         """
         found = self.now()
@@ -73,11 +73,21 @@ class Forwards:
                     f"run.forward: the field {name!r} has the shape {list(tensor.shape)}; expected {num_rows} rows of the shape {has}, as "
                     "in the training data"
                 )
+            example = self.example.get(name)
+            if example is not None and tensor.dtype != example.dtype and not (_is_integer(tensor) and _is_integer(example)):
+                raise ConfigError(
+                    f"run.forward: the field {name!r} has {tensor.dtype}; expected {example.dtype}, as in the training data: "
+                    f"convert it by .to({example.dtype})"
+                )
         missing = sorted(taken - fields.keys())
         if missing:
             raise ConfigError(f"run.forward: the field {missing[0]!r} is missing{suggestion(missing[0], fields)}")
         others = {name: tensor for name, tensor in self.example.items() if name not in {*fields, *taken, *optional}}
         return {**fields, **{name: tensor[:1].expand(num_rows, *tensor.shape[1:]) for name, tensor in others.items()}}
+
+
+def _is_integer(tensor: Tensor) -> bool:
+    return not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool)
 
 
 def _forward(coordinator: Coordinator, strategy: Strategy, rows: Mapping[str, Tensor]) -> Tensor:

@@ -16,7 +16,7 @@ from raypipe.callbacks.events import End, Evaluation, Run, Window
 from raypipe.callbacks.group import CallbackGroup
 from raypipe.callbacks.tables import COLUMNS
 from raypipe.config import CallbackConfig, TrainConfig
-from raypipe.errors import CallbackError, ConfigError, FormatError
+from raypipe.errors import CallbackError, ConfigError, FormatError, RunError, StageFailedError, StageRaisedError
 from tests.callbacks.events import run, window
 
 
@@ -75,6 +75,56 @@ def test_one_that_fails_to_take_the_notice_of_another_failure_is_left_out_too(tm
     group.window(window([1.0]))
     assert (both.num_calls, len(group.dropped)) == (1, 2)
     assert heard.events[-1] == "window 1"
+
+
+DEVICE_LOST = StageFailedError("device 0", "0", "node", "predict", "it died", "")
+STAGE_RAISED = StageRaisedError("device 0", "0", "node", "predict", "IndexError: index out of range", "")
+
+
+class Uses(Callback):
+    """Uses devices, which fail, in every event."""
+
+    def __init__(self, error: RunError, *, required: bool = False) -> None:
+        self.error, self.required = error, required
+        self.num_calls = 0
+
+    def on_window(self, run: Run, window: Window) -> None:
+        self.num_calls += 1
+        raise self.error
+
+    def on_end(self, run: Run, end: End) -> None:
+        raise self.error
+
+
+@pytest.mark.parametrize(
+    ("error", "required", "calls"),
+    [(STAGE_RAISED, False, 1), (STAGE_RAISED, True, 2), (DEVICE_LOST, False, 2)],
+    ids=["raised", "needed", "lost"],
+)
+def test_a_callback_on_whose_rows_a_stage_raises_is_left_out_and_the_run_recovers(
+    tmp_path: Path, error: RunError, required: bool, calls: int
+) -> None:
+    uses = Uses(error, required=required)
+    group = CallbackGroup([uses, Heard()])
+    group.start(run(tmp_path))
+    with pytest.raises(type(error)):
+        group.window(window([1.0]))
+    for _ in range(calls - 1):
+        with pytest.raises(type(error)):
+            group.window(window([1.0]))
+    if calls == 1:
+        group.window(window([1.0]))
+    assert uses.num_calls == calls
+    assert [one.callback for one in group.dropped] == ["Uses"] * (calls == 1)
+
+
+def test_a_device_that_fails_at_the_end_keeps_no_callback_from_being_told(tmp_path: Path) -> None:
+    heard = Heard()
+    group = CallbackGroup([Uses(DEVICE_LOST), heard])
+    group.start(run(tmp_path))
+    group.end(End(2, RunError("the real error")))
+    assert "end" in heard.events
+    assert [(one.callback, one.hook) for one in group.dropped] == [("Uses", "on_end")]
 
 
 def test_only_callbacks_that_have_started_are_told_the_end(tmp_path: Path) -> None:
