@@ -13,7 +13,7 @@ import raypipe.hf
 from raypipe.actors.stage.checkpoint import Checkpoint, load_modules
 from raypipe.artifacts.storage import Storage
 from raypipe.callbacks.base import Callback
-from raypipe.callbacks.events import Evaluation, Run, SavedCheckpoint, Window
+from raypipe.callbacks.events import End, Evaluation, Run, SavedCheckpoint, Window
 from raypipe.config import DataConfig, OptimizerConfig, RunConfig, ScalingConfig, ScheduleConfig
 from raypipe.errors import ConfigError
 from raypipe.models.mlp import mlp
@@ -89,6 +89,60 @@ def test_outputs_between_windows_are_those_of_the_checkpoint(schedule: str, repl
     assert [figures["largest"] > 0 for figures in callback.figures] == [True, True]
     lines = [json.loads(line) for line in (Path(result.path) / "metrics.jsonl").read_text().splitlines()]
     assert [line["update"] for line in lines if "largest" in line] == [0, 3, 6]
+
+
+class Mistaken(Callback):
+    """Runs rows of another dtype than the training data has."""
+
+    def __init__(self, *, dtype: torch.dtype) -> None:
+        self.dtype = dtype
+
+    def on_evaluation(self, run: Run, evaluation: Evaluation) -> None:
+        assert run.forward is not None
+        if evaluation.update:
+            run.forward({"inputs": torch.zeros(1, 16, dtype=self.dtype)})
+
+
+class Interrupts(Callback):
+    """Interrupts the run between windows, and uses the model at the end."""
+
+    def on_window(self, run: Run, window: Window) -> None:
+        raise KeyboardInterrupt
+
+    def on_end(self, run: Run, end: End) -> None:
+        assert run.forward is not None
+        try:
+            run.forward({"inputs": seven_rows()})
+        except ConfigError as error:
+            self.refused = str(error)
+
+
+def small_trainer(storage: Path, callback: Callback) -> Trainer:
+    return Trainer(
+        "raypipe.models.mlp:mlp",
+        model_options=OPTIONS,
+        batches=rows,
+        data_config=DataConfig(path="", num_validation_microbatches=1),
+        schedule_config=ScheduleConfig(num_microbatches=4, microbatch_size=NUM_ROWS, updates_per_window=3),
+        scaling_config=ScalingConfig(num_devices=2, profile="estimated"),
+        run_config=RunConfig(name="run", storage_path=str(storage), num_updates=6, evaluate_every=3),
+        callbacks=[callback],
+    )
+
+
+def test_rows_of_another_dtype_cost_the_callback_and_not_the_run(tmp_path: Path) -> None:
+    result = small_trainer(tmp_path, Mistaken(dtype=torch.float32)).fit()
+    assert len(result.losses) == 6
+    assert not result.recoveries, "no stage has seen them"
+    (error,) = result.callback_errors
+    assert "the field 'inputs' has torch.float32; expected torch.float64" in error
+
+
+def test_a_run_that_is_interrupted_between_windows_takes_no_forward_at_its_end(tmp_path: Path) -> None:
+    callback = Interrupts()
+    with pytest.raises(KeyboardInterrupt):
+        small_trainer(tmp_path, callback).fit()
+    assert callback.refused.startswith("run.forward works between the first window and the last")
 
 
 class Writer(Callback):
