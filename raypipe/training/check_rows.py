@@ -11,6 +11,7 @@ from typing import NamedTuple
 import numpy as np
 import ray
 import torch
+from ray import cloudpickle
 
 from raypipe.actors.data.reader import RowReader, unpacked
 from raypipe.actors.data.source import DataSource, is_ray_dataset
@@ -52,9 +53,9 @@ def check_rows(source: DataSource, model: Model, *, microbatch_size: int) -> Che
         ConfigError: The first microbatch cannot be read, lacks a field of the model's layers, or is weighed wrongly. Names the split, the
             field and what there is.
     """
-    packed, was_connected = source.packed(), ray.is_initialized()
+    packed = source.packed()
     found: dict[str, CheckedRows] = {}
-    with _generators_kept():
+    with _generators_kept(), _no_cluster_left():
         for split, data in source.data.items():
             if is_ray_dataset(data):
                 found[split] = CheckedRows(is_stream=True)
@@ -64,8 +65,6 @@ def check_rows(source: DataSource, model: Model, *, microbatch_size: int) -> Che
             _check_fields(batch, model, where=f"the {split} data")
             lengths = [batch[name].shape[1] for name in _TOKENS if name in batch and batch[name].dim() == 2]
             found[split] = CheckedRows(reader.is_stream, next(iter(lengths), None), reader.num_rows, batch)
-    if ray.is_initialized() and not was_connected:
-        ray.shutdown()  # Ray Data starts a cluster where there is none, which is not that of the run
     return found[Split.TRAIN]
 
 
@@ -76,9 +75,10 @@ def rows_of_batches(batches: BatchFunction, model: Model) -> CheckedRows:
         ConfigError: As `check_rows`.
     """
     num_rows: int | None = None
-    with _generators_kept():
+    with _generators_kept(), _no_cluster_left():
         try:
-            rows = batches(Split.TRAIN)
+            copied: BatchFunction = cloudpickle.loads(cloudpickle.dumps(batches))  # actors get the user's object as it was
+            rows = copied(Split.TRAIN)
             num_rows = _num_rows(rows)
             first = rows.batch(0, WHOLE)
             is_batch = all(isinstance(tensor, torch.Tensor) and tensor.dim() for tensor in first.values())
@@ -169,3 +169,14 @@ def _generators_kept() -> Iterator[None]:
     finally:
         random.setstate(python)
         np.random.set_state(numpy)
+
+
+@contextmanager
+def _no_cluster_left() -> Iterator[None]:
+    # What uses Ray starts a cluster where there is none, which is not that of the run.
+    was_connected = ray.is_initialized()
+    try:
+        yield
+    finally:
+        if ray.is_initialized() and not was_connected:
+            ray.shutdown()

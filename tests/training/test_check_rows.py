@@ -16,6 +16,7 @@ from raypipe.config import DataConfig, RunConfig
 from raypipe.errors import ConfigError, FormatError
 from raypipe.model import Batch, Model
 from raypipe.models.mlp import mlp
+from raypipe.training.check_rows import rows_of_batches
 from raypipe.training.trainer import Trainer
 
 ROWS: list[dict[str, Any]] = [{"inputs": np.zeros(16), "targets": np.zeros(16)} for _ in range(20)]
@@ -96,3 +97,47 @@ def test_a_configuration_takes_rows_from_one_place() -> None:
 def test_without_rows_for_evaluations_there_are_none() -> None:
     assert Trainer(mlp, train_data=ROWS).config.data.num_validation_microbatches == 0
     assert Trainer(mlp, train_data=ROWS, eval_data=ROWS).config.data.num_validation_microbatches == 8
+
+
+@dataclasses.dataclass
+class CountedRows:
+    """Rows that are numbered as they are read, whatever microbatch is asked for."""
+
+    num_read: int = 0
+
+    def __call__(self, split: str) -> CountedRows:
+        return self
+
+    def batch(self, microbatch: int, rows: tuple[float, float]) -> Batch:
+        self.num_read += 1
+        return {"inputs": torch.full((4, 16), float(self.num_read)), "targets": torch.zeros(4, 16)}
+
+
+def test_batches_are_read_from_a_copy_so_that_actors_get_them_as_they_were() -> None:
+    batches = CountedRows()
+    assert rows_of_batches(batches, mlp()).first["inputs"][0, 0] == 1
+    assert batches.num_read == 0
+
+
+@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize("was_connected", [False, True])
+def test_a_cluster_that_batches_started_ends_with_the_check(was_connected: bool, fails: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    connected = [was_connected]
+    monkeypatch.setattr(ray, "is_initialized", lambda: connected[-1])
+    monkeypatch.setattr(ray, "shutdown", lambda: connected.append(False))
+
+    class OnRay(CountedRows):
+        def batch(self, microbatch: int, rows: tuple[float, float]) -> Batch:
+            connected.append(True)
+            return {} if fails else super().batch(microbatch, rows)
+
+    # Pickled by value, a class of a function would append to a copy of the list.
+    monkeypatch.setattr("raypipe.training.check_rows.cloudpickle.dumps", lambda batches: batches)
+    monkeypatch.setattr("raypipe.training.check_rows.cloudpickle.loads", lambda batches: batches)
+    if fails:
+        with pytest.raises(ConfigError, match="takes the field 'inputs'"):
+            rows_of_batches(OnRay(), mlp())
+    else:
+        assert rows_of_batches(OnRay(), mlp()).first
+    assert True in connected[1:]
+    assert connected[-1] is was_connected
