@@ -8,7 +8,7 @@ from raypipe.actors.stage.optimizers import check_patterns
 from raypipe.config import Precision, TrainConfig
 from raypipe.model import Model
 from raypipe.training.check_layers import DraftLayers
-from raypipe.training.check_rows import CheckedRows, check_epoch, check_rows, rows_of_batches
+from raypipe.training.check_rows import CheckedRows, check_rows, rows_of_batches, tell_epochs
 from raypipe.training.checks import check_data
 from raypipe.training.run_cluster import Notice
 
@@ -19,7 +19,7 @@ def check_run_rows(
     """Return what is known of the training rows; a run that is done needs no more of them.
 
     Raises:
-        InputError: They do not fit the model, or are not enough for an update.
+        InputError: They do not fit the model.
     """
     if isinstance(rows, DataSource):
         found = check_rows(rows, model, microbatch_size=config.schedule.microbatch_size)
@@ -27,7 +27,7 @@ def check_run_rows(
         num_tokens = check_data(config, model, vocabulary_size=vocabulary_size) if config.data.path else 1
         found = rows_of_batches(rows, model)._replace(tokens_per_row=num_tokens if num_tokens > 1 else None)
     if not is_done:
-        check_epoch(found.num_rows, config, notice=notice)
+        tell_epochs(found.num_rows, config, notice=notice)
     return found
 
 

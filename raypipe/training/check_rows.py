@@ -99,19 +99,15 @@ def _num_rows(rows: BatchSource) -> int | None:
     return None
 
 
-def check_epoch(num_rows: int | None, config: TrainConfig, *, notice: Callable[[str], None]) -> None:
-    """Refuse training rows that are not enough for one update; tell `notice` how often a run reads them, if more than once.
-
-    Raises:
-        ConfigError: Says how many rows there are, and how many an update reads.
-    """
+def tell_epochs(num_rows: int | None, config: TrainConfig, *, notice: Callable[[str], None]) -> None:
+    """Tell `notice` how often a run reads its training rows, if more than once, or that one update reads some of them twice."""
     per_update = config.schedule.num_microbatches * config.schedule.microbatch_size
     if num_rows is None:
         return
     if num_rows < per_update:
-        raise ConfigError(
+        notice(
             f"the training data has {num_rows} rows, but an update reads {per_update} (schedule.num_microbatches times "
-            "schedule.microbatch_size), so that it would read some of them twice; take more data, shorter rows, or fewer rows an update"
+            "schedule.microbatch_size), so that it reads some of them twice; more data, shorter rows or fewer rows an update would help"
         )
     num_updates = config.run.num_updates
     if num_updates * per_update > num_rows:
