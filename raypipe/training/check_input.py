@@ -32,10 +32,10 @@ def check_run_rows(
 
 
 def draft_layers(config: TrainConfig, model: Model, rows: CheckedRows) -> DraftLayers | None:
-    """Return the layers without memory if they can be made, tried on the first rows.
+    """Return the layers without memory if they can be made, tried on the first rows unless the run is in low precision or on GPUs.
 
     Args:
-        config: Optimizer and precision.
+        config: Optimizer, precision and devices.
         model: Layers that are not compiled.
         rows: What is known of the training rows.
 
@@ -45,7 +45,7 @@ def draft_layers(config: TrainConfig, model: Model, rows: CheckedRows) -> DraftL
     draft = DraftLayers.of(model)
     if draft is not None:
         check_patterns(config.optimizer, draft.weight_names())
-        # In low precision, stages cast what they take.
-        if rows.first and config.model.precision is Precision.FLOAT32:
+        # In low precision, stages cast what they take; layers for GPUs may have kernels that run on nothing else.
+        if rows.first and config.model.precision is Precision.FLOAT32 and not config.scaling.use_gpu:
             draft.check_forward(rows.first)
     return draft

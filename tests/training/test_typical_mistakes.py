@@ -16,10 +16,12 @@ from torch import Tensor, nn
 from raypipe.actors.execution.batches import MaskedTokenSource
 from raypipe.config import DataConfig, OptimizerConfig, RunConfig, ScalingConfig, ScheduleConfig, WeightGroup
 from raypipe.data.prepare import prepare
-from raypipe.errors import InputError
+from raypipe.errors import ConfigError, InputError
 from raypipe.model import Batch, Layer, Model
 from raypipe.models.bert import bert
 from raypipe.models.gpt import gpt
+from raypipe.training.check_input import draft_layers
+from raypipe.training.check_rows import CheckedRows
 from raypipe.training.trainer import Trainer
 from tests.models.transformers_models import save, small_config
 
@@ -56,6 +58,18 @@ def by_row(output: Tensor, batch: Batch) -> Tensor:
 
 def without_gradient(output: Tensor, batch: Batch) -> Tensor:
     return mean_square(output.detach(), batch)
+
+
+class OnGpuOnly(nn.Linear):
+    """A layer whose kernel a machine without a GPU does not have."""
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        raise RuntimeError("no CUDA device is there")
+
+
+def layer_for_gpus() -> Model:
+    first = Layer("first", partial(OnGpuOnly, 16, 8), batch=("inputs",))
+    return Model((first, Layer("second", partial(nn.Linear, 8, 16))), loss=mean_square)
 
 
 def two_layers(*, width: int = 8, loss: Callable[[Tensor, Batch], Tensor] = mean_square) -> Model:
@@ -151,6 +165,15 @@ def test_a_mistake_is_told_before_actors_start(mistake: Mistake, tmp_path: Path)
 def test_the_run_without_a_mistake_begins(tmp_path: Path) -> None:
     with pytest.raises(AssertionError, match="the run has begun"):
         fit(two_layers, tmp_path / "runs", batches=ROWS, optimizer_config=groups("*.bias"))
+
+
+def test_layers_for_gpus_are_not_tried_without_one() -> None:
+    trainer = Trainer(layer_for_gpus, batches=ROWS, scaling_config=ScalingConfig(num_devices=2))
+    model, rows = layer_for_gpus(), CheckedRows(first=ROWS.batch(0, (0.0, 1.0)))
+    with pytest.raises(ConfigError, match="layer 'first' failed on the first rows: RuntimeError: no CUDA device"):
+        draft_layers(trainer.config, model, rows)
+    on_gpus = replace(trainer.config, scaling=replace(trainer.config.scaling, use_gpu=True))
+    assert draft_layers(on_gpus, model, rows) is not None
 
 
 @pytest.fixture
