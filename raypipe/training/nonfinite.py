@@ -45,7 +45,7 @@ class NonFiniteUpdates:
         empty = without_rows(result, schedule) - skipped
         if empty and self._leave_out_empty({first_update + number for number in empty}):
             return True
-        found = first_bad(result, schedule, without=skipped | empty)
+        found = first_bad(result, schedule, without=skipped, empty=empty)
         if found is None:
             return False
         number, problem = found
@@ -72,10 +72,9 @@ class NonFiniteUpdates:
         others = f" and {counted(len(updates) - 1, 'other')}" if len(updates) > 1 else ""
         first = f"update {min(updates) + 1}{others}"
         why = "none of its rows counts: their `Model.loss_weight` is 0"
-        if not self._can_repeat:
-            self._notice(
-                f"{first}: {why}; gradients are 0, and the optimizer steps all the same (failure.max_failures would let it be left out)"
-            )
+        if self._policy is OnNonFinite.CONTINUE or not self._can_repeat:
+            remedy = "failure.max_failures would let it be left out" if not self._can_repeat else "run.on_nonfinite is continue"
+            self._notice(f"{first}: {why}; the optimizer steps all the same ({remedy})")
             return False
         self._skipped |= updates
         self._notice(f"{first}: {why}; the window runs again without it")
@@ -92,15 +91,20 @@ def without_rows(result: WindowResult, schedule: Schedule) -> frozenset[int]:
     return frozenset(update for update, weight in counts.items() if not weight)
 
 
-def first_bad(result: WindowResult, schedule: Schedule, *, without: frozenset[int]) -> tuple[int, str] | None:
-    """Return the first update of a window whose loss or gradient norm is not finite, and what is wrong with it."""
+def first_bad(
+    result: WindowResult, schedule: Schedule, *, without: frozenset[int], empty: frozenset[int] = frozenset()
+) -> tuple[int, str] | None:
+    """Return the first update of a window whose loss or gradient norm is not finite, and what is wrong with it.
+
+    `empty` updates have no loss, but may have a gradient: a loss that divides by its number of targets makes it no number.
+    """
     count = schedule.num_microbatches
     losses = mean_losses(result.reports, num_microbatches=count)
     norms = norms_of(result.reports, scope=schedule.update_scope)
     for update, loss in enumerate(losses):
         if update in without:
             continue
-        if not math.isfinite(loss):
+        if not math.isfinite(loss) and update not in empty:
             of_update = ((index, one) for report in result.reports for index, one in report.losses.items() if index // count == update)
             bad = [index % count for index, one in of_update if not math.isfinite(one)]
             return update, f"the loss of microbatch {min(bad, default=0)} is {loss}"
