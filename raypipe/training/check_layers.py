@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -11,6 +10,7 @@ from torch import Tensor, nn
 from raypipe.actors.stage.losses import checked_loss, tried_loss
 from raypipe.errors import ConfigError
 from raypipe.model import Batch, Layer, Model
+from raypipe.training.check_rows import generators_kept
 
 _META = torch.device("meta")
 
@@ -31,7 +31,7 @@ class DraftLayers:
     def of(cls, model: Model) -> DraftLayers | None:
         """Return the layers, or `None` if one cannot be made so: actors then tell what is wrong with it."""
         modules: list[nn.Module] = []
-        with _generators_kept():
+        with generators_kept():
             for layer in model.layers:
                 module = _built(layer)
                 if module is None:
@@ -66,7 +66,7 @@ class DraftLayers:
         outputs: list[tuple[Tensor, ...]] = []
         sources = [[source for source, target in self.model.edges() if target == index] for index in range(len(self.modules))]
         meta = {name: tensor.to(_META) for name, tensor in batch.items()}
-        with _generators_kept():
+        with generators_kept():
             for layer, module, from_layers in zip(self.model.layers, self.modules, sources, strict=True):
                 inputs = [tensor for source in from_layers for tensor in outputs[source]]
                 try:
@@ -141,9 +141,3 @@ def _zeros(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 def _shape(tensor: Tensor) -> str:
     return str(list(tensor.shape))
-
-
-@contextmanager
-def _generators_kept() -> Iterator[None]:
-    with torch.random.fork_rng(devices=[]):
-        yield

@@ -55,7 +55,7 @@ def check_rows(source: DataSource, model: Model, *, microbatch_size: int) -> Che
     """
     packed = source.packed()
     found: dict[str, CheckedRows] = {}
-    with _generators_kept(), _no_cluster_left():
+    with generators_kept(), _no_cluster_left():
         for split, data in source.data.items():
             if is_ray_dataset(data):
                 found[split] = CheckedRows(is_stream=True)
@@ -75,7 +75,7 @@ def rows_of_batches(batches: BatchFunction, model: Model) -> CheckedRows:
         ConfigError: As `check_rows`.
     """
     num_rows: int | None = None
-    with _generators_kept(), _no_cluster_left():
+    with generators_kept(), _no_cluster_left():
         try:
             copied: BatchFunction = cloudpickle.loads(cloudpickle.dumps(batches))  # actors get the user's object as it was
             rows = copied(Split.TRAIN)
@@ -156,8 +156,8 @@ def _check_tokens(batch: Batch, model: Model, *, where: str) -> None:
 
 
 @contextmanager
-def _generators_kept() -> Iterator[None]:
-    # The user's program may have seeded them.
+def generators_kept() -> Iterator[None]:
+    """Leave the random generators of Python, NumPy and torch as they were: the user's program may have seeded them."""
     python, numpy = random.getstate(), np.random.get_state()
     try:
         with torch.random.fork_rng(devices=[]):
