@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -13,6 +14,8 @@ from raypipe.model import Batch, Layer, Model
 from raypipe.training.check_rows import generators_kept
 
 _META = torch.device("meta")
+_MOST_S = 20.0
+"""Seconds that making the layers may delay a run."""
 
 
 class DraftLayers:
@@ -29,12 +32,13 @@ class DraftLayers:
 
     @classmethod
     def of(cls, model: Model) -> DraftLayers | None:
-        """Return the layers, or `None` if one cannot be made so: actors then tell what is wrong with it."""
+        """Return the layers, or `None` if one cannot be made so, or all take long: actors then tell what is wrong with them."""
         modules: list[nn.Module] = []
+        deadline = time.monotonic() + _MOST_S
         with generators_kept():
             for layer in model.layers:
                 module = _built(layer)
-                if module is None:
+                if module is None or time.monotonic() > deadline:
                     return None
                 modules.append(module)
         return cls(model, modules)

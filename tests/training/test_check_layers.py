@@ -6,6 +6,7 @@ import random
 from functools import partial
 
 import numpy as np
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -35,3 +36,16 @@ def test_layers_that_draw_when_they_are_made_leave_the_generators_as_they_were()
     torch.manual_seed(3), random.seed(3), np.random.seed(3)
     assert DraftLayers.of(MODEL) is not None
     assert drawn() == expected
+
+
+@pytest.mark.parametrize("seconds_a_layer", [9.0, 11.0])
+def test_layers_that_take_long_to_make_are_left_to_the_actors(seconds_a_layer: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [0.0]
+    monkeypatch.setattr("raypipe.training.check_layers.time.monotonic", lambda: clock[0])
+
+    def slow() -> nn.Module:
+        clock[0] += seconds_a_layer
+        return nn.Linear(4, 4)
+
+    draft = DraftLayers.of(Model((Layer("first", slow, batch=("inputs",)), Layer("second", slow)), loss=mean))
+    assert (draft is not None) == (2 * seconds_a_layer < 20)
