@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import tempfile
 from collections.abc import Iterator
 from enum import StrEnum
 from pathlib import Path
@@ -60,7 +61,7 @@ def export(
         ConfigError: It is no run of a model of Hugging Face, has no such checkpoint, or the folder is there already.
         FormatError: The checkpoint is damaged or of another model.
     """
-    folder = Path(to)
+    folder = Path(to).resolve()
     if adapters not in set(Adapters):
         raise UnknownNameError("form of adapters", adapters, [str(form) for form in Adapters])
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
@@ -73,14 +74,23 @@ def export(
     if dtype is not None:
         model.to(dtype_of(dtype, described.config))
     # Under another name until all is there, so that a folder of this name is whole.
-    partial = folder.with_name(f"{folder.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    with quiet(library()):
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f"{folder.name}.partial-", dir=folder.parent) as own, quiet(library()):
+        partial = Path(own) / "model"  # made as any folder, while `own` is for this user alone
         _set_generation(model, described.source)
         model.save_pretrained(partial, max_shard_size=max_shard_size)
         _copy_tokenizer(described.source, partial)
-    partial.replace(folder)
-    return folder
+        _move(partial, folder)
+    return Path(to)
+
+
+def _move(partial: Path, folder: Path) -> None:
+    if not folder.exists():
+        partial.replace(folder)
+        return
+    # An empty folder stays the one that it is: somebody may stand in it. What makes it a model comes last.
+    for file in sorted(partial.iterdir(), key=lambda file: file.name == "config.json"):
+        shutil.move(file, folder)
 
 
 def _set_generation(model: Any, source: Source) -> None:

@@ -146,3 +146,16 @@ def test_runs_that_cannot_be_exported_are_refused(tmp_path: Path) -> None:
     save(small_config("qwen3"), Path(source))
     with pytest.raises(FormatError, match="is it another model by now"):
         raypipe.hf.export(run, tmp_path / "exported")
+
+
+def test_a_run_is_exported_into_the_empty_folder_that_one_stands_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = trained_run(tmp_path, save(small_config("llama"), tmp_path / "model"))
+    folder, others = tmp_path / "here", tmp_path / "here.partial"
+    folder.mkdir()
+    others.mkdir()
+    (others / "notes.txt").write_text("of the user")
+    monkeypatch.chdir(folder)
+    assert raypipe.hf.export(run, ".") == Path()
+    assert torch.isfinite(logits(".")).all()
+    assert (others / "notes.txt").read_text() == "of the user"
+    assert {path.name for path in tmp_path.glob("here*")} == {"here", "here.partial"}
