@@ -66,8 +66,18 @@ def test_text_is_that_of_the_whole_model(source: str, settings: dict[str, Any], 
 
 def test_a_text_longer_than_the_rows_goes_on_from_its_last_tokens(source: str, tmp_path: Path) -> None:
     layers = Layers(unsplit(make_model(f"hf:{source}", {})).eval())
-    text = raypipe.hf.generate(run_of(source, layers, tmp_path), "w5 " * (LENGTH + 3), max_new_tokens=3, do_sample=False)
-    assert len(text.split()) > LENGTH + 3
+    tokens = [5 + at % 7 for at in range(LENGTH + 3)]
+    prompt = " ".join(f"w{token}" for token in tokens)
+    text = raypipe.hf.generate(run_of(source, layers, tmp_path), prompt, max_new_tokens=3, do_sample=False)
+    whole = transformers.AutoModelForCausalLM.from_pretrained(source).eval()
+    end = whole.generation_config.eos_token_id
+    for _ in range(3):
+        with torch.inference_mode():
+            tokens.append(int(whole(torch.tensor([tokens[-LENGTH:]])).logits[0, -1].argmax()))
+        if tokens[-1] == end:
+            break
+    assert text == transformers.AutoTokenizer.from_pretrained(source).decode(tokens, skip_special_tokens=True)
+    assert layers.num_calls == len(tokens) - (LENGTH + 3) > 0
 
 
 def test_perplexity_is_that_of_the_whole_model(source: str, tmp_path: Path) -> None:
