@@ -180,3 +180,11 @@ def test_a_regression_is_refused(tmp_path: Path) -> None:
     save(small_config("bert", num_labels=1, problem_type="regression"), tmp_path, kind=transformers.BertForSequenceClassification)
     with pytest.raises(ConfigError, match="one label of several, not regression"):
         make_model(f"hf:{tmp_path}", {})
+
+
+def test_a_head_for_one_class_is_refused(tmp_path: Path) -> None:
+    path = save(small_config("bert", num_labels=1), tmp_path, kind=transformers.BertForSequenceClassification)
+    with pytest.raises(ConfigError, match=r"num_labels 1 for a regression.*model\.options\.config\.id2label"):
+        make_model(f"hf:{path}", {})
+    random = {"weights": "random", "config": {"id2label": {0: "no", 1: "yes"}}}
+    assert make_model(f"hf:{path}", random).layers

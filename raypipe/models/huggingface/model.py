@@ -75,6 +75,11 @@ def describe(
         raise ConfigError(
             f"hf:{path}: raypipe trains heads with one label of several, not {settings.problem_type}; describe a loss of your own"
         )
+    if head.endswith("classification") and settings.num_labels == 1:
+        raise ConfigError(
+            f"hf:{path}: a head for one class learns nothing, and transformers takes num_labels 1 for a regression, which raypipe does not "
+            "train; name the classes in model.options.config.id2label, such as {0: no, 1: yes}, or describe a loss of your own"
+        )
     skeleton = _skeleton(kind, settings, attention)
     adapters = None if lora is None else Lora.of(lora)
     if adapters is not None:
