@@ -273,11 +273,15 @@ def check_data(config: TrainConfig, model: Model, *, vocabulary_size: object) ->
         return 1
     if model.is_masked:
         raise ConfigError(
-            f"the model predicts hidden tokens, but the targets of the token file {data.path} are the next tokens; leave it out, and "
-            f"give Trainer(..., batches=MaskedTokenSource({data.path!r}, ...)), which hides some, or name a function in data.train that "
-            "makes rows with labels"
+            f"the model predicts hidden tokens, but the targets of the token file {data.path} are the next tokens; in a "
+            "configuration, put data.train: FILE.py:FUNCTION in the place of data.path, a function that returns rows whose targets (labels "
+            f"of a transformers model) are the hidden tokens; in Python, give Trainer(..., batches=MaskedTokenSource({data.path!r}, ...))"
         )
-    model.check_fields(("tokens", "targets"), where=data.path)
+    try:
+        model.check_fields(("tokens", "targets"), where=data.path)
+    except ConfigError as error:
+        remedy = "token files are for language models: a model of Hugging Face is one with model.options.head set to causal-lm"
+        raise ConfigError(f"{error}; {remedy}") from None
     for split in splits:
         tokens = TokenDataset(data.path, sequence_length=data.sequence_length, seed=0, split=split)
     if isinstance(vocabulary_size, int) and vocabulary_size < tokens.vocabulary_size:

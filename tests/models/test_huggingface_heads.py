@@ -182,6 +182,14 @@ def test_a_regression_is_refused(tmp_path: Path) -> None:
         make_model(f"hf:{tmp_path}", {})
 
 
+def test_labels_of_positions_are_refused_for_classes_of_rows(tmp_path: Path) -> None:
+    path = save(small_config("llama", num_labels=3, pad_token_id=0), tmp_path, kind=transformers.LlamaForSequenceClassification)
+    loss = make_model(f"hf:{path}", {}).loss
+    assert loss(torch.zeros(4, 3), {"labels": torch.zeros(4, dtype=torch.long)}).isfinite()
+    with pytest.raises(ConfigError, match=r"labels have the shape \[4, 12\], but the head of the model predicts \[4\]; .*causal-lm"):
+        loss(torch.zeros(4, 3), {"labels": torch.zeros(4, 12, dtype=torch.long)})
+
+
 def test_a_head_for_one_class_is_refused(tmp_path: Path) -> None:
     path = save(small_config("bert", num_labels=1), tmp_path, kind=transformers.BertForSequenceClassification)
     with pytest.raises(ConfigError, match=r"num_labels 1 for a regression.*model\.options\.config\.id2label"):

@@ -220,7 +220,10 @@ def test_data_shorter_than_an_update_is_told_with_its_numbers(tmp_path: Path, ca
 
 def test_next_tokens_as_targets_of_hidden_ones_are_told(bytes_file: str, tmp_path: Path) -> None:
     file = {"data_config": DataConfig(path=bytes_file, sequence_length=16, num_validation_microbatches=0)}
-    says = r"predicts hidden tokens, but the targets of the token file .* are the next tokens; .*MaskedTokenSource"
+    says = (
+        r"predicts hidden tokens, but the targets of the token file .* are the next tokens; "
+        r".*data.train: FILE.py:FUNCTION .*MaskedTokenSource"
+    )
     check(Mistake(says, model=bert, model_options=SIZES, given=file), tmp_path)
     source = MaskedTokenSource(bytes_file, sequence_length=16, seed=0, microbatch_size=4)
     with pytest.raises(AssertionError, match="the run has begun"):
@@ -240,6 +243,16 @@ def test_rows_without_labels_are_told(tmp_path: Path) -> None:
     check(
         Mistake(r"needs the field 'labels' or 'targets', but .* has input_ids; add the field", model=f"hf:{folder}", given=rows), tmp_path
     )
+
+
+def test_a_classifier_with_a_token_file_is_told(bytes_file: str, tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    config = small_config("llama", num_labels=3, vocab_size=256, pad_token_id=0)
+    folder = save(config, tmp_path / "model", kind=transformers.LlamaForSequenceClassification)
+    file = {"data_config": DataConfig(path=bytes_file, sequence_length=16, num_validation_microbatches=0)}
+    check(Mistake(r"needs the field 'labels', .*model.options.head set to causal-lm", model=f"hf:{folder}", given=file), tmp_path)
+    with pytest.raises(AssertionError, match="the run has begun"):
+        fit(f"hf:{folder}", tmp_path / "runs", model_options={"head": "causal-lm", "weights": "random"}, **file)
 
 
 def test_a_pattern_without_a_weight_of_a_transformers_model_is_told(tmp_path: Path) -> None:

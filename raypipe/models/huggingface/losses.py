@@ -24,10 +24,16 @@ def mean_over_targets(logits: Tensor, batch: Batch, *, ahead: int) -> Tensor:
         ahead: How many positions labels are ahead of the logits that predict them.
 
     Raises:
-        ConfigError: The batch has neither.
+        ConfigError: The batch has neither, or as many as the head does not predict.
     """
     exact = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    return functional.cross_entropy(exact.flatten(0, -2), targets_of(batch, ahead=ahead).flatten().long(), ignore_index=IGNORED)
+    targets = targets_of(batch, ahead=ahead)
+    if targets.numel() != logits.shape[:-1].numel():
+        raise ConfigError(
+            f"labels have the shape {list(targets.shape)}, but the head of the model predicts {list(logits.shape[:-1])}; give labels of "
+            "that shape, or choose a head: model.options.head is causal-lm for a language model"
+        )
+    return functional.cross_entropy(exact.flatten(0, -2), targets.flatten().long(), ignore_index=IGNORED)
 
 
 def num_targets(batch: Batch, *, ahead: int) -> Tensor:
