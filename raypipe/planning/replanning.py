@@ -155,17 +155,19 @@ class ConcurrencyPolicy:
     def _compared(self, current: Evaluation, choice: Choice, best: Evaluation, updates_left: int) -> Decision:
         current_s, best_s = current.loss_s * self._error(self.choice), best.loss_s * self._error(choice)
         gain = current_s / best_s
+        more = best.more_updates / current.more_updates
+        to_loss = "" if best.more_updates == current.more_updates == 1 else " to the same loss"
         if choice == self.choice or gain <= self.least_gain:
-            return self._stay(f"the best other plan is predicted {gain:.2f}x as fast; a switch needs {self.least_gain:.2f}x", gain)
+            return self._stay(f"the best other plan is predicted {gain:.2f}x as fast{to_loss}; a switch needs {self.least_gain:.2f}x", gain)
         num_updates = min(self.horizon_updates, updates_left)
         saved_s = (current_s - best_s) * num_updates
         switch_s = self.switch_s if self.switch_s is not None else _SWITCH_S + self.planner.moved_s(self.choice, choice)
         cause = largest_change(self._chosen_with, self.planner.now)
-        text = f"{self.planner.difference(self.choice, choice)}: {cause}; predicted {gain:.2f}x"
-        if (more := best.more_updates / current.more_updates) != 1:
-            text += f" to the same loss: updates {gain * more:.2f}x as fast, {more:.2f}x as many"
+        text = f"{self.planner.difference(self.choice, choice)}: {cause}; predicted {gain:.2f}x{to_loss}"
+        if more != 1:
+            text += f": updates {gain * more:.2f}x as fast, {more:.2f}x as many"
         if saved_s <= switch_s:
-            reason = f"the {saved_s:.1f} s that it saves in {num_updates} updates do not pay for the {switch_s:.1f} s of a switch"
+            reason = f"the {saved_s:.1f} s that it saves{to_loss} in {num_updates} updates do not pay for the {switch_s:.1f} s of a switch"
             return self._stay(f"{text}, but {reason}", gain)
         if gain < _SURE_GAIN and not self._pending:
             self._pending = True

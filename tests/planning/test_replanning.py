@@ -223,6 +223,18 @@ def test_a_switch_that_cannot_pay_until_the_end_is_not_made() -> None:
     decision = run.window(updates_left=1)
     assert not decision.switch
     assert "do not pay" in decision.text
+    assert "same loss" not in decision.text, "nothing is late"
+
+
+def test_what_is_compared_to_the_same_loss_is_said_so() -> None:
+    policy = ConcurrencyPolicy(replace(problem(), optimizer="nadamw"), schedules=("async-1f1b",))
+    groups = policy.choose().layout.workers
+    run = Run(policy)
+    assert "to the same loss" in run.window().text
+    run.truth = cluster(slow(groups[0][0], groups[1][0]))
+    text = run.window(updates_left=1).text
+    assert re.search(r"predicted [\d.]+x to the same loss", text)
+    assert re.search(r"that it saves to the same loss in 1 updates do not pay", text)
 
 
 def test_a_small_gain_must_show_in_two_windows() -> None:
