@@ -12,7 +12,9 @@ from typing import Any
 
 import torch
 
+from raypipe import plan
 from raypipe.artifacts.plan import Plan
+from raypipe.artifacts.topology import ClusterTopology
 from raypipe.models.waiting import waiting
 from raypipe.schedules.catalogue import build
 from raypipe.schedules.ir import UpdateScope
@@ -39,10 +41,12 @@ class Reacted:
     Attributes:
         update_s: Seconds of an update of each window, by its last update.
         decisions: The lines of `adaptation.jsonl`.
+        best_s: Seconds of an update of the best fixed way, by simulation, and as much longer as the first way took than simulated.
     """
 
     update_s: dict[int, float]
     decisions: list[dict[str, Any]]
+    best_s: float | None = None
 
     @property
     def before_s(self) -> float:
@@ -59,8 +63,9 @@ class Reacted:
         """Seconds of an update behind the second window: the median of windows."""
         return statistics.median(update_s for update, update_s in self.update_s.items() if update > FALL_AFTER + 2 * WINDOW)
 
-    def gained(self, best_s: float) -> float:
+    def gained(self, best_s: float | None) -> float:
         """Return the part of what the best fixed way gains that the run gains behind the second window."""
+        assert best_s is not None
         return (self.fixed_s - self.adapted_s) / (self.fixed_s - best_s)
 
 
@@ -83,10 +88,11 @@ def port_falls(machines: Cluster, folder: Path, *, part: float) -> Reacted:
     """Four stages; the port of the second, which passes on twice as much as the first and the last, falls to a part of its rate."""
     topology().save(folder / "topology.yaml")
     fallen: list[int] = []
+    first: list[Plan] = []
 
     def fall() -> None:
-        plan = Plan.load(folder / "adapting" / "plan.json")
-        fallen.append(int(plan.topology.node_of(plan.devices[1]).name.removeprefix("node")))
+        first.append(Plan.load(folder / "adapting" / "plan.json"))
+        fallen.append(int(first[0].topology.node_of(first[0].devices[1]).name.removeprefix("node")))
         set_port(machines, fallen[0], part * PORT)
 
     settings = Settings(num_updates=_ENOUGH, updates_per_window=WINDOW)
@@ -96,7 +102,28 @@ def port_falls(machines: Cluster, folder: Path, *, part: float) -> Reacted:
     finally:
         for node in fallen:
             set_port(machines, node, PORT)
-    return Reacted(seconds, _decisions(folder / "adapting"))
+    best_s = _planned_s(first[0], topology({fallen[0]: part})) * seconds[FALL_AFTER] / _predicted_s(first[0])
+    return Reacted(seconds, _decisions(folder / "adapting"), best_s)
+
+
+def _planned_s(first: Plan, fallen: ClusterTopology) -> float:
+    """Seconds of an update of the plan that the run would have begun with, had the port been so from the start."""
+    found = plan(
+        first.profile,
+        fallen,
+        num_microbatches=first.schedule.num_microbatches,
+        microbatch_size=first.microbatch_size,
+        updates_per_window=WINDOW,
+        max_staleness=1,
+        max_mismatch=1,
+        optimizer="adamw",
+    )
+    return _predicted_s(found)
+
+
+def _predicted_s(of: Plan) -> float:
+    assert of.predicted is not None
+    return of.predicted.update_s
 
 
 def _run(machines: Cluster, command: list[str], fall: Callable[[], None]) -> dict[int, float]:

@@ -34,8 +34,8 @@ def test_sums_go_round_a_wire_that_falls_to_a_tenth(ports: Cluster, tmp_path: Pa
 
 
 def test_a_port_that_falls_to_0_4_is_left_by_the_stage_that_needs_it(ports: Cluster, tmp_path: Path) -> None:
-    """No plan is quicker than the first one was with the whole port."""
+    """The best fixed way is the plan that is made for the fallen port: nothing late, since that takes AdamW more updates than it gains."""
     found = reacting.port_falls(ports, tmp_path, part=0.4)
     (switch,) = (line for line in found.decisions if line["switch"])
     assert switch["update"] in WITHIN_TWO_WINDOWS
-    assert found.gained(found.before_s) >= 0.8, found
+    assert found.gained(found.best_s) >= 0.8, found
