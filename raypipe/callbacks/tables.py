@@ -8,19 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from raypipe.callbacks.base import Callback
-from raypipe.callbacks.events import End, Evaluation, RecoveredFailure, Run, SavedCheckpoint, Window
+from raypipe.callbacks.events import OWN_FIGURES, End, Evaluation, RecoveredFailure, Run, SavedCheckpoint, Window
 
-COLUMNS = (
-    "update",
-    "loss",
-    "validation_loss",
-    "grad_norm",
-    "learning_rate",
-    "update_s",
-    "samples_per_s",
-    "tokens_per_s",
-    "bubble_ratio",
-)
+COLUMNS = tuple(name for name in OWN_FIGURES if name != "predicted_update_s")
 
 
 def rows(lines: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:

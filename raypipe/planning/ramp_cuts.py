@@ -44,8 +44,8 @@ class RampCuts:
     """Cuts for workers in one order.
 
     Attributes:
-        forward_s: For each worker, seconds of a forward of each run of layers, by [first layer, end]; infinite where it is impossible.
-        busy_s: For each worker, seconds of all its work of an update, and of its sums, likewise.
+        forward_s: Seconds of a forward of each run of layers, by worker and [first layer, end]; infinite where a run is impossible.
+        busy_s: Seconds of an update's work and sums for each run of layers, in the same form.
         hop_s: For each worker, seconds of a message to it across each position.
     """
 

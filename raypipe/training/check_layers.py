@@ -136,6 +136,7 @@ def _try_for_real(layer: Layer, inputs: Sequence[Tensor], batch: Batch, *, becau
 
 
 def _is_for_want_of_values(error: Exception) -> bool:
+    # Torch has no class for this. An error that only mentions meta is raised again where there are values.
     return isinstance(error, NotImplementedError) or "meta" in str(error).lower()
 
 

@@ -29,6 +29,7 @@ from tests.models.transformers_models import (
     small_config,
     train_whole,
     train_with_transformers,
+    weights_of,
 )
 from tests.snippets import ROOT
 
@@ -103,13 +104,7 @@ def check_equal_training(folder: str, batches: TextRows, schedule: tuple[str, in
     )
     assert losses == pytest.approx(expected, abs=1e-10)
     assert max(losses) - min(losses) > 1e-3
-    found = {
-        weight: tensor
-        for on_device in pipeline.weights
-        for stage in on_device.values()
-        for layer in stage.module.layers.values()
-        for weight, tensor in layer.state_dict().items()
-    }
+    found = weights_of(pipeline)
     assert found.keys() == weights.keys()
     assert max(float((found[weight] - weights[weight]).abs().max()) for weight in weights) < 1e-8
 

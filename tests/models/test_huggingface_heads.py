@@ -21,7 +21,7 @@ from raypipe.schedules.catalogue import build
 from raypipe.schedules.passes import over_graph
 from raypipe.schedules.request import ScheduleRequest
 from raypipe.user_code import make_model
-from tests.models.transformers_models import IGNORED, LENGTH, VOCABULARY, keep_float64, save, small_config
+from tests.models.transformers_models import IGNORED, LENGTH, VOCABULARY, keep_float64, save, small_config, weights_of
 
 transformers = pytest.importorskip("transformers")
 
@@ -152,13 +152,7 @@ def test_ten_updates_equal_those_of_transformers(kind: str, rows: Examples, sche
         assert expected[0] == pytest.approx(losses[0], abs=1e-10)
     assert losses == pytest.approx(expected, abs=1e-10)
     assert max(losses) - min(losses) > 1e-3
-    found = {
-        weight: tensor
-        for on_device in pipeline.weights
-        for stage in on_device.values()
-        for layer in stage.module.layers.values()
-        for weight, tensor in layer.state_dict().items()
-    }
+    found = weights_of(pipeline)
     assert found.keys() == weights.keys()
     assert max(float((found[weight] - weights[weight]).abs().max()) for weight in weights) < 1e-8
 

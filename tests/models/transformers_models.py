@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from raypipe.actors.local import LocalPipeline
 from raypipe.model import Batch, Model
 
 VOCABULARY, LENGTH, ROWS = 61, 12, 2
@@ -158,6 +159,17 @@ def train_whole(
         optimizer.step()
         losses.append(float(loss.detach()))
     return losses
+
+
+def weights_of(pipeline: LocalPipeline) -> dict[str, Tensor]:
+    """Return the weights that the devices of a pipeline hold, by the names that transformers gives them."""
+    return {
+        weight: tensor
+        for on_device in pipeline.weights
+        for stage in on_device.values()
+        for layer in stage.module.layers.values()
+        for weight, tensor in layer.state_dict().items()
+    }
 
 
 def logits_by_layers(model: Model, batch: Batch, *, seed: int = 0) -> Tensor:

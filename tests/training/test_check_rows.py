@@ -139,5 +139,6 @@ def test_a_cluster_that_batches_started_ends_with_the_check(was_connected: bool,
             rows_of_batches(OnRay(), mlp())
     else:
         assert rows_of_batches(OnRay(), mlp()).first
-    assert True in connected[1:]
+    assert True in connected[1:], "no batches were read"
+    assert connected[-1] == was_connected, "a cluster that was there before stays, another one ends"
     assert connected[-1] is was_connected
