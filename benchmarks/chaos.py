@@ -1,6 +1,6 @@
 """One run of a small GPT over four nodes that is struck again and again, and what that costs.
 
-    python benchmarks/chaos.py [--faults N] [--calm SECONDS] [--seed S] [--json FILE]          (as root, with iproute2)
+    python benchmarks/chaos.py [--faults N] [--faults-anew K] [--calm SECONDS] [--seed S] [--json FILE]     (as root, with iproute2)
 
 Ray nodes in network namespaces, one stage each. In turn, at random moments and places:
 
@@ -15,7 +15,8 @@ Ray nodes in network namespaces, one stage each. In turn, at random moments and 
 
 The same faults strike a run that recovers by itself, and one whose workers all start anew from the last checkpoint, as frameworks do
 that know nothing of the stages: same plan, same driver, same checkpoints (every 20 s of training). That one waits for devices that are
-missing.
+missing. It takes about twice as long: `--faults-anew K` ends it after the first K faults, beside which stands the other way's goodput
+over these same K.
 
 For each way: goodput (updates that stayed, times the seconds of an update that nothing disturbs, over the seconds that passed), what each
 kind of fault took until the next new update, and the difference of the losses from those of a run without faults.
@@ -67,12 +68,16 @@ class Struck:
     Attributes:
         noticed_s: From the fault to the run's word about it; `None` if it said nothing.
         lost_s: From the fault to the first update that had not been done before.
+        end_s: When training went on, in seconds since the epoch.
+        updates: The updates that were done by then.
     """
 
     kind: str
     place: str
     noticed_s: float | None = None
     lost_s: float | None = None
+    end_s: float = 0.0
+    updates: int = 0
     said: list[str] = field(default_factory=list)
 
 
@@ -195,6 +200,7 @@ class Chaos:
             mend()
             goes_on = is_back() or run.watch(seconds=PATIENCE_S, until=is_back)
         hit.said = [text[:300] for at, text in run.notices if at > since_s]
+        hit.end_s, hit.updates = run.updates[-1][0], run.done
         self.struck.append(hit)
         print(f"{len(self.struck)}: {kind} {hit.place}: noticed {hit.noticed_s}, next update {hit.lost_s}", file=sys.stderr, flush=True)
         if not goes_on:
@@ -297,14 +303,16 @@ def run_with_faults(
             end_s, last, _ = run.updates[-1]
         finally:
             run.end()
-        windows = [seconds for _, _, seconds in run.updates]
+        update_s = min(update_s, statistics.median(seconds for _, _, seconds in run.updates))
         figures = {
             "mode": mode,
             "faults": len(kinds),
             "updates": last - first,
             "seconds": end_s - begin_s,
-            "update_s": min(update_s, statistics.median(windows)),
-            "goodput": (last - first) * min(update_s, statistics.median(windows)) / (end_s - begin_s),
+            "update_s": update_s,
+            "goodput": (last - first) * update_s / (end_s - begin_s),
+            # Behind each fault: what it would be if the run ended there.
+            "goodput_so_far": [(hit.updates - first) * update_s / (hit.end_s - begin_s) for hit in chaos.struck],
             "struck": [vars(hit) for hit in chaos.struck],
         }
         return figures, losses_of(storage)
@@ -328,6 +336,7 @@ def main() -> None:
     """Prints the tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--faults", type=int, default=100)
+    parser.add_argument("--faults-anew", type=int, metavar="K", help="end the way that starts anew after so many faults")
     parser.add_argument("--calm", type=float, default=6.0, help="seconds of undisturbed training before each fault, at least")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--modes", nargs="+", default=["recover", "restart"])
@@ -343,10 +352,11 @@ def main() -> None:
         found = {}
         for mode in arguments.modes:
             # Who does not plan anew cannot do without a link.
-            struck = [*kinds, "link"] if mode == "recover" else kinds
+            struck = [*kinds, "link"] if mode == "recover" else kinds[: arguments.faults_anew]
             found[mode] = run_with_faults(mode, folder, tokens, plan, struck, seed=arguments.seed, calm_s=arguments.calm)
         calm, _ = calm_losses(folder, tokens, num_updates=max(len(losses) for _, losses in found.values()), plan=plan)
     rows, document = [], []
+    alike = min(len(figures["goodput_so_far"]) for figures, _ in found.values())
     for mode, (figures, losses) in found.items():
         differences = [abs(ours - theirs) for ours, theirs in zip(losses, calm, strict=False)]
         figures |= {"equal_bits": sum(difference == 0.0 for difference in differences), "largest_difference": max(differences)}
@@ -357,6 +367,7 @@ def main() -> None:
             "updates": str(figures["updates"]),
             "goodput": f"{figures['goodput']:.2f}",
             "time lost": f"{1 - figures['goodput']:.2f}",
+            f"time lost, first {alike} faults": f"{1 - figures['goodput_so_far'][alike - 1]:.2f}",
             "a fault": f"{(1 - figures['goodput']) * figures['seconds'] / figures['faults']:.1f} s",
             "equal to the last bit": f"{figures['equal_bits']} of {len(differences)}",
             "largest difference": f"{figures['largest_difference']:.1e}",
