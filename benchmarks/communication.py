@@ -326,7 +326,9 @@ def rehearsed(cell: Cell, *, rounds: int, systems: list[str] | None = None) -> d
         of = {name: cell if transport == "tcp" else cell.dense for name, (_, transport) in runs.items()}
         commands = {name: _command(machines, of[name], name, *each) for name, each in runs.items()}
         overheads = _overheads(machines, cell)
-        found = in_rounds({name: partial(_rehearse, machines, command) for name, command in commands.items()}, num_rounds=rounds)
+        found = in_rounds(
+            {name: partial(_rehearse, machines, command, cell.slower) for name, command in commands.items()}, num_rounds=rounds
+        )
     seconds = {name: Summary.of(values) for name, values in found.items()}
     expected_s = {
         name: _update_s(of[name], schedule, Communication(scheduled=transport == "tcp"), overheads)
@@ -344,7 +346,7 @@ def _overheads(machines: Cluster, cell: Cell) -> Overheads:
     schedule = alone.schedule(cell.order)
     plan = alone.plan(schedule)
     command = _command(machines, alone, "alone", schedule, "tcp")
-    _rehearse(machines, command)
+    _rehearse(machines, command, cell.slower)
     observations, trace = Observations(), Trace.load(command[-1])
     programs = executable_programs(window_of(schedule, trace.num_updates), plan.placement)
     observations.add(programs, trace, plan_cost(plan))
@@ -360,8 +362,8 @@ def _command(machines: Cluster, cell: Cell, name: str, schedule: Schedule, trans
     return [sys.executable, "-m", "raypipe", *rehearse, "-o", str(path.with_suffix(".trace.json"))]
 
 
-def _rehearse(machines: Cluster, command: list[str]) -> float:
-    machines.run(command, timeout_s=180)
+def _rehearse(machines: Cluster, command: list[str], slower: float) -> float:
+    machines.run(command, timeout_s=180 * slower)
     return Trace.load(command[-1]).steady_update_s or json.loads("null")
 
 
