@@ -199,7 +199,7 @@ class Chaos:
             run.watch(seconds=max(since_s + away_s - time.time(), 0.0))
             mend()
             goes_on = is_back() or run.watch(seconds=PATIENCE_S, until=is_back)
-        hit.said = [text[:300] for at, text in run.notices if at > since_s]
+        hit.said = [f"{at - since_s:.1f} s: {text[:300]}" for at, text in run.notices if at > since_s]
         hit.end_s, hit.updates = run.updates[-1][0], run.done
         self.struck.append(hit)
         print(f"{len(self.struck)}: {kind} {hit.place}: noticed {hit.noticed_s}, next update {hit.lost_s}", file=sys.stderr, flush=True)
