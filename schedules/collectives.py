@@ -9,8 +9,10 @@ from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
 from operator import itemgetter
+from typing import NamedTuple
 
 from raypipe.schedules.ir import Op, OpKind, Schedule, StageReplica, UpdateScope, reads
+from raypipe.schedules.reductions import common_order
 
 
 class CollectiveKind(StrEnum):
@@ -99,14 +101,24 @@ _IN_TURN = (
 """Order within one update: each group reads the results of the groups before it."""
 
 
+class _Join(NamedTuple):
+    """What joins several stages or several owners of one stage: the sum of a tie, or a norm; fields as those of `Collective`."""
+
+    update: int
+    number: int
+    kind: CollectiveKind
+    stages: frozenset[int]
+
+
 class CollectiveOrder:
     """Where the devices of a valid schedule with its reductions start and await their collectives.
 
     Sums of replicas start at their G. Published weights start at the P and are awaited by the first Op behind it that reads their version,
     or by the next U. What joins several stages (sums of ties, norms), and the norm of a stage whose weights have several owners, starts
     behind a worker's last gradient or G for it, when the sums that it is made of have ended, and is awaited by the first U that needs it.
-    The norm of a tie comes behind all that starts before that U: earlier it would hold up sums of other stages until the tie's sum has
-    ended, and these may be awaited first. So each worker has, for each update: sums of replicas, sums of ties, norms.
+    Workers take those that they share in one order, that of their U as far as these agree; what only the devices of one worker take part
+    in needs no turn. Norms of tied stages come behind all that starts before that U: earlier they would hold up sums of other stages until
+    the tie's sum has ended, and these may be awaited first. So each worker has, for each update: sums of replicas, sums of ties, norms.
     """
 
     def __init__(self, schedule: Schedule, devices: Sequence[Sequence[int]]) -> None:
@@ -117,28 +129,49 @@ class CollectiveOrder:
         self._sums: dict[tuple[int, int], list[tuple[frozenset[int], Collective]]] = {}
         """By worker and update, the sums that norms and later sums are made of, with their stages."""
         self._joined: dict[int, Op] = {}
-        """By worker, the Op behind which it took part in the last collective of several stages: those of later updates come behind it."""
+        """By worker, the Op behind which it took part in the last collective of several workers: the next come behind it."""
         self.at_end: dict[int, list[Await]] = {}
         if schedule.forward_only:
             return
         self.joints = self._joints()
         self._reductions()
         self._joins()
-        if schedule.update_scope is UpdateScope.TIED:
-            self._join_norms_of_ties()
 
     def _joins(self) -> None:
-        schedule = self.schedule
+        schedule, tie_of = self.schedule, self.schedule.graph.tie_of
+        joins: list[_Join] = []
+        last: list[_Join] = []
         for update in range(schedule.num_updates):
             for number, tie in enumerate(map(frozenset, schedule.graph.ties)):
                 if not self._is_at_hand(tie, update):
-                    self._join(CollectiveKind.TIED, number, tie, update)
+                    joins.append(_Join(update, number, CollectiveKind.TIED, tie))
+                if schedule.update_scope is UpdateScope.TIED:
+                    last.append(_Join(update, number, CollectiveKind.TIED_NORM, tie))
             if schedule.update_scope is UpdateScope.GLOBAL:
-                self._join(CollectiveKind.NORM, 0, self.joints[0], update)
+                joins.append(_Join(update, 0, CollectiveKind.NORM, self.joints[0]))
                 continue
             for stage in sorted(schedule.published_stages):
-                if schedule.update_scope is UpdateScope.STAGE or stage not in schedule.graph.tie_of:
-                    self._join(CollectiveKind.STAGE_NORM, stage, frozenset((stage,)), update)
+                norm = _Join(update, stage, CollectiveKind.STAGE_NORM, frozenset((stage,)))
+                if stage not in tie_of:
+                    joins.append(norm)
+                elif schedule.update_scope is UpdateScope.STAGE:
+                    last.append(norm)
+        for join in common_order(list(self._by_awaiting(joins).values())):
+            self._join(join)
+        self._join_last(last)
+
+    def _by_awaiting(self, joins: Iterable[_Join]) -> dict[int, list[_Join]]:
+        """Return the collectives of each worker in the order of the U that await them."""
+        rows: dict[int, list[tuple[int, _Join]]] = {}
+        for join in joins:
+            for worker, op in self._awaiting(join).items():
+                rows.setdefault(worker, []).append((self.schedule.places[op].position, join))
+        return {worker: [join for _, join in sorted(row, key=itemgetter(0))] for worker, row in rows.items()}
+
+    def _awaiting(self, join: _Join) -> dict[int, Op]:
+        """Return for each member the U that awaits the collective: the first of any stage of those that wait for each other."""
+        first = self._first_updates(next(joint for joint in self.joints if join.stages <= joint), join.update)
+        return {worker: first[worker] for worker in self._first_updates(join.stages, join.update)}
 
     def _joints(self) -> list[frozenset[int]]:
         if self.schedule.update_scope is UpdateScope.GLOBAL:
@@ -214,30 +247,40 @@ class CollectiveOrder:
             elif len(members) > 1:
                 self.at_end.setdefault(place.worker, []).append(Await(collective))
 
-    def _join(self, kind: CollectiveKind, number: int, stages: frozenset[int], update: int) -> None:
+    def _join(self, join: _Join) -> None:
         schedule, places = self.schedule, self.schedule.places
-        # A worker has all collectives of an update where it first updates any of the stages that wait for each other.
-        first = self._first_updates(next(joint for joint in self.joints if stages <= joint), update)
+        update, _, kind, stages = join
+        awaiting = self._awaiting(join)
         in_turn = schedule.update_scope is UpdateScope.TIED and kind is not CollectiveKind.STAGE_NORM
         earlier = self._first_updates(stages, update - 1) if in_turn else {}
-        collective = Collective(kind, number, update, 0, self._members(self._first_updates(stages, update)))
-        for worker in self._first_updates(stages, update):
-            awaits = self.awaits.setdefault(first[worker], [])
-            sums = self._sums.setdefault((worker, update), [])
-            after = tuple(each for of_stages, each in sums if not of_stages.isdisjoint(stages))
+        # The devices of one worker have one program: theirs alone need not wait for their turn among those of several workers.
+        is_alone = len(awaiting) == 1
+        collective = self._collective(join, awaiting)
+        for worker, op in awaiting.items():
+            awaits = self.awaits.setdefault(op, [])
+            after = self._sums_of(join, worker)
             # Where copies lie on several workers, behind the sums of all stages, which these may have in another order.
             behind = range(schedule.num_stages) if after and len(schedule.pipelines) > 1 else stages
             last = self._last_gradient(worker, behind, update)
-            if worker in self._joined:
+            if worker in self._joined and not is_alone:
                 last = max(last, self._joined[worker], key=lambda op: places[op].position)
             if worker in earlier and places[last] < places[earlier[worker]]:
                 awaits += [Start(collective, after), Await(collective)]  # behind the norm of the update before, as on all workers
             else:
                 self.starts.setdefault(last, []).append(Start(collective, after))
-                self._joined[worker] = last
+                if not is_alone:
+                    self._joined[worker] = last
                 awaits.append(Await(collective))
             if not kind.is_norm and len(collective.devices) > 1:
-                sums.append((stages, collective))
+                self._sums.setdefault((worker, update), []).append((stages, collective))
+
+    def _collective(self, join: _Join, workers: Iterable[int]) -> Collective:
+        return Collective(join.kind, join.number, join.update, 0, self._members(workers))
+
+    def _sums_of(self, join: _Join, worker: int) -> tuple[Collective, ...]:
+        """Return the sums on a worker that its share is made of."""
+        sums = self._sums.get((worker, join.update), ())
+        return tuple(each for of_stages, each in sums if not of_stages.isdisjoint(join.stages))
 
     def _last_gradient(self, worker: int, stages: Collection[int], update: int) -> Op:
         """Return a worker's last Op, G included, that the gradients of an update of some stages wait for."""
@@ -248,29 +291,49 @@ class CollectiveOrder:
                 ends += self.schedule.find(Op(OpKind.REDUCE, replica.stage, update, pipeline))
         return max(ends, key=lambda op: self.schedule.places[op].position)
 
-    def _join_norms_of_ties(self) -> None:
-        """Let norms of ties start when the sums are there, in the order in which their U stand among all that starts."""
+    def _join_last(self, norms: Sequence[_Join]) -> None:
+        """Let norms of tied stages start when the sums are there, behind all that starts before the U that awaits them.
+
+        Workers whose U stand in different orders take these norms in one order, where their gradients are there early enough.
+        """
         places, started = self.schedule.places, self._started()
-        norms: list[tuple[int, int, Op, frozenset[int], Collective]] = []
-        for update in range(self.schedule.num_updates):
-            for number, tie in enumerate(map(frozenset, self.schedule.graph.ties)):
-                first = self._first_updates(tie, update)
-                norm = Collective(CollectiveKind.TIED_NORM, number, update, 0, self._members(first))
-                norms += [(worker, places[op].position, op, tie, norm) for worker, op in first.items()]
-        last: dict[int, Op] = {}
-        for worker, position, first_update, stages, norm in sorted(norms, key=itemgetter(0, 1)):
-            awaits = self.awaits.setdefault(first_update, [])
-            after = tuple(each for of_stages, each in self._sums.get((worker, norm.update), ()) if not of_stages.isdisjoint(stages))
-            if any(isinstance(item, Start) for item in awaits):  # the sum of the tie starts there, too
-                awaits += [Start(norm, after), Await(norm)]
-                continue
-            before = started.get(worker, [])
-            place = bisect.bisect_left(before, position, key=itemgetter(0))
-            behind = [self._last_gradient(worker, stages, norm.update), *(op for _, op in before[max(place - 1, 0) : place])]
-            behind += [last[worker]] if worker in last else []
-            last[worker] = max(behind, key=lambda op: places[op].position)
-            self.starts.setdefault(last[worker], []).append(Start(norm, after))
-            awaits.append(Await(norm))
+        rows = self._by_awaiting(norms)
+        rank = {join: number for number, join in enumerate(common_order(list(rows.values())))}
+        ranked = {worker: self._in_time(worker, sorted(row, key=rank.__getitem__)) for worker, row in rows.items()}
+        if not all(self._fits(worker, join, end) for worker, row in ranked.items() for join, end in row):
+            ranked = {worker: self._in_time(worker, row) for worker, row in rows.items()}
+        for worker, row in ranked.items():
+            last: list[Op] = []
+            for join, end in row:
+                awaiting = self._awaiting(join)
+                awaits = self.awaits.setdefault(awaiting[worker], [])
+                norm = self._collective(join, awaiting)
+                start = Start(norm, self._sums_of(join, worker))
+                if self._starts_before(awaiting[worker]):  # the sum of the tie starts there, too
+                    awaits += [start, Await(norm)]
+                    continue
+                before = started.get(worker, [])
+                place = bisect.bisect_left(before, end, key=itemgetter(0))
+                behind = [op for _, op in before[max(place - 1, 0) : place]]
+                behind += [self._last_gradient(worker, join.stages, join.update), *last]
+                last = [max(behind, key=lambda op: places[op].position)]
+                self.starts.setdefault(last[0], []).append(start)
+                awaits.append(Await(norm))
+
+    def _in_time(self, worker: int, row: Sequence[_Join]) -> list[tuple[_Join, int]]:
+        """Return with each collective the position before which it starts, so that all behind it are in time for their U, too."""
+        positions = [self.schedule.places[self._awaiting(join)[worker]].position for join in reversed(row)]
+        return list(zip(row, reversed(list(itertools.accumulate(positions, min))), strict=True))
+
+    def _fits(self, worker: int, join: _Join, end: int) -> bool:
+        """Whether the gradients are there before this position; a collective that starts right before its U has that place alone."""
+        update = self._awaiting(join)[worker]
+        if self._starts_before(update):
+            return self.schedule.places[update].position == end
+        return self.schedule.places[self._last_gradient(worker, join.stages, join.update)].position < end
+
+    def _starts_before(self, update: Op) -> bool:
+        return any(isinstance(item, Start) for item in self.awaits.get(update, ()))
 
     def _started(self) -> dict[int, list[tuple[int, Op]]]:
         """Return for each worker the Ops behind or before which it starts collectives, with their positions."""

@@ -229,16 +229,16 @@ def _published(program: Sequence[Slot], sharded: Collection[int]) -> tuple[Slot,
 
 def _halfway(schedule: Schedule, sharded: Collection[int]) -> Iterator[Sequence[Slot]]:
     """Yield the programs with each U of some stages halfway to the first Op that reads its version, where a rule fixes versions."""
-    last = late_updates(schedule).places
+    late = late_updates(schedule)
     alone = schedule.update_scope is UpdateScope.STAGE
     for worker, program in enumerate(schedule.programs):
+        last = _positions_behind_updates(program, late.programs[worker])
         time = [0, *itertools.accumulate(sum(_USUAL_TIMES.get(op.kind, 0) for op in ops_of(slot)) for slot in program)]
         placed: list[tuple[int, bool, Slot]] = []
         for position, slot in enumerate(program):
             at = position
             if isinstance(slot, Op) and _is_update(slot) and slot.stage in sharded and schedule.weight_rule.fixed_version(0) is not None:
-                first, end = position, last[slot].position
-                end += end > position  # It is itself no longer among those before it.
+                first, end = position, last[slot]
                 # What waits for no other stage may begin as soon as its own gradients are there.
                 if alone and slot.stage not in schedule.graph.tie_of:
                     gradients = schedule.gradient_ops(StageReplica(worker, slot.stage), slot.index)
@@ -248,6 +248,19 @@ def _halfway(schedule: Schedule, sharded: Collection[int]) -> Iterator[Sequence[
             placed.append((at, at == position, slot))
         placed.sort(key=itemgetter(0, 1))  # What is moved stands before what was at its new place.
         yield tuple(slot for _, _, slot in placed)
+
+
+def _positions_behind_updates(program: Sequence[Slot], moved: Sequence[Slot]) -> dict[Slot, int]:
+    """Return for each U of a program with moved U the position that what stands behind it has in the program as it was."""
+    others = [position for position, slot in enumerate(program) if not _is_update(slot)]
+    behind: dict[Slot, int] = {}
+    num_before = 0
+    for slot in moved:
+        if _is_update(slot):
+            behind[slot] = others[num_before] if num_before < len(others) else len(program)
+        else:
+            num_before += 1
+    return behind
 
 
 _USUAL_TIMES = {

@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from operator import itemgetter
+from typing import TypeVar
 
 from raypipe.schedules.ir import Op, OpKind, Schedule, Slot, UpdateScope
 
@@ -89,7 +90,7 @@ def _in_one_order(
     eager: Sequence[Sequence[tuple[int, Op]]], latest: Mapping[tuple[int, int, int], int]
 ) -> Sequence[Sequence[tuple[int, Op]]]:
     """Delay some reductions so that all workers reduce in one order; if one would pass its `latest` position, all stay in place."""
-    wished = _common_order([[_reduction_key(op) for _, op in row] for row in eager])
+    wished = common_order([[_reduction_key(op) for _, op in row] for row in eager])
     rank = {key: number for number, key in enumerate(_that_can_be_kept(wished, eager, latest))}
     placed: list[list[tuple[int, Op]]] = []
     for worker, row in enumerate(eager):
@@ -145,16 +146,19 @@ def _reduction_key(reduction: Op) -> tuple[int, int]:
     return reduction.stage, reduction.index
 
 
-def _common_order(queues: Sequence[Sequence[tuple[int, int]]]) -> list[tuple[int, int]]:
+_Member = TypeVar("_Member", bound=tuple[object, ...])
+
+
+def common_order(queues: Sequence[Sequence[_Member]]) -> list[_Member]:
     """Merge the queues into one order; on a cycle the head with the fewest members before it in all passes the others."""
-    positions: dict[tuple[int, int], list[tuple[int, int]]] = {}
+    positions: dict[_Member, list[tuple[int, int]]] = {}
     for number, queue in enumerate(queues):
         for position, member in enumerate(queue):
             positions.setdefault(member, []).append((number, position))
     blocked = {member: sum(position > 0 for _, position in found) for member, found in positions.items()}
     ready = [member for member in positions if not blocked[member]]
     heads = [0] * len(queues)
-    order: dict[tuple[int, int], None] = {}
+    order: dict[_Member, None] = {}
     while len(order) < len(positions):
         if not ready:
             waiting = {queue[head] for queue, head in zip(queues, heads, strict=True) if head < len(queue)}

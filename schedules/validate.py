@@ -34,8 +34,9 @@ def validate(schedule: Schedule) -> None:
     _check_completeness(schedule)
     needs = _slot_needs(schedule)
     _check_deadlock(schedule, needs)
-    reduced = add_reductions(schedule)
-    _check_collectives(reduced, needs if reduced is schedule else _slot_needs(reduced))
+    replicated = _replicated_workers(schedule)
+    reduced = add_reductions(schedule, replicated_workers=replicated)
+    _check_collectives(reduced, needs if reduced is schedule else _slot_needs(reduced), replicated)
     vars(schedule)["is_valid"] = True
 
 
@@ -228,9 +229,16 @@ def _slot_reason(schedule: Schedule, at: tuple[int, int], needed: tuple[int, int
     return f"worker {at[0]} waits with {slot} for {other}"
 
 
-def _check_collectives(schedule: Schedule, needs: _Needs) -> None:
+def _replicated_workers(schedule: Schedule) -> frozenset[int]:
+    """Return workers that must be several devices each: they pass on weights of which no other worker has a copy."""
+    return frozenset(schedule.replicas[stage][0].worker for stage in schedule.published_stages if len(schedule.replicas[stage]) == 1)
+
+
+def _check_collectives(schedule: Schedule, needs: _Needs, replicated: frozenset[int]) -> None:
     """Find one order for the collectives that share a worker; run the schedule with them, since a worker may reach its part late."""
-    collectives = CollectiveOrder(schedule, [(worker,) for worker in range(schedule.num_workers)])
+    # Devices of one worker have one program: two stand for as many as there are.
+    devices = [(2 * worker, 2 * worker + 1) if worker in replicated else (2 * worker,) for worker in range(schedule.num_workers)]
+    collectives = CollectiveOrder(schedule, devices)
     if not collectives.concerned:
         return
     steps = [_steps(collectives, worker) for worker in range(schedule.num_workers)]
