@@ -107,7 +107,7 @@ def _seconds(found: Found, task: str, layers_of: str) -> Rows:
             "best synchronous / it": f"{seconds[best]['update_s'] / cell['update_s']:.3f}" if best else "",
             "rehearsed / simulated": f"{rehearsal['rehearsed_s'] / rehearsal['predicted_s']:.3f}" if rehearsal else "",
             "bubble": f"{cell['bubble']:.1%}",
-            "mean delay": f"{cell['mean_delay']:.3f}",
+            "mean delay": f"{delays_of(found.store.folder, cell['delays']).mean_delay:.3f}",
             "cut": " ".join(map(str, cell["sizes"])),
         })
     return rows

@@ -202,7 +202,6 @@ def train(key: LossKey, delays: Delays, data: Path) -> dict[str, Any]:
         reports = pipeline.evaluate(evaluation(schedule, num_microbatches=num_held_out), batches=held_out)
         (validation[len(losses)],) = mean_losses(reports, num_microbatches=num_held_out)
     return {
-        "mean_delay": delays.mean_delay,
         "losses": [round(loss, 5) for loss in losses],
         "validation": {str(update): round(loss, 5) for update, loss in validation.items()},
     }
@@ -245,7 +244,6 @@ class Timed:
     sizes: tuple[int, ...]
     update_s: float
     bubble: float
-    mean_delay: float
     delays: str
 
 
@@ -274,12 +272,11 @@ def simulated(store: Store, task: str, optimizer: str, scheduled: Scheduled, dat
             "sizes": sizes,
             "update_s": timing.steady_update_s,
             "bubble": 1 - busy_s / timing.steady_update_s,
-            "mean_delay": delays.mean_delay,
             "delays": delays.digest,
         }
         store.put("seconds", key, cell)
         _keep(store, delays)
-    return Timed(tuple(cell["sizes"]), cell["update_s"], cell["bubble"], cell["mean_delay"], cell["delays"])
+    return Timed(tuple(cell["sizes"]), cell["update_s"], cell["bubble"], cell["delays"])
 
 
 def is_simulated(store: Store, task: str, optimizer: str, scheduled: Scheduled) -> bool:
