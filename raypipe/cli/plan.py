@@ -24,7 +24,7 @@ from raypipe.planning import plan as planning
 from raypipe.planning.evaluator import Evaluation, OnEvaluated
 from raypipe.planning.extrapolation import MOST_EXACT
 from raypipe.planning.planners import AUTO, PLANNERS
-from raypipe.planning.staleness_cost import both_halves
+from raypipe.planning.staleness_cost import both_halves, stand_in
 from raypipe.schedules.metrics import metrics
 from raypipe.show.console import progress_console
 from raypipe.show.report import Figure, Report, rows_table
@@ -76,7 +76,8 @@ _QUICK = 0.05
 @click.option(
     "--optimizer",
     metavar="NAME",
-    help="Compare plans by seconds to the same loss: late gradients cost this optimizer updates.  [default: by seconds of an update]",
+    help="Compare plans by seconds to the same loss: late gradients cost this optimizer updates, one that was not measured as many as "
+    "nadamw.  [default: by seconds of an update]",
 )
 @click.option(
     "--updates-per-window",
@@ -250,8 +251,11 @@ def _print(found: Plan, report: Report, communication: Sequence[StageCommunicati
     if figures["idle_devices"]:
         screen.print(f"\nidle: {', '.join(figures['idle_devices'])}")
     screen.print(f"\n{report.sentence()}")
-    if optimizer is not None and found.schedule.weight_rule.overlaps_updates:
-        screen.print(both_halves(prediction(found).update_s, metrics(found.schedule).mean_delay, optimizer))
+    if optimizer is not None:
+        if found.schedule.weight_rule.overlaps_updates:
+            screen.print(both_halves(prediction(found).update_s, metrics(found.schedule).mean_delay, optimizer))
+        if line := stand_in(optimizer):
+            screen.print(line)
 
 
 def _print_others(others: Mapping[str, Report]) -> None:

@@ -45,6 +45,16 @@ def more_updates(optimizer: str, mean_delay: float) -> float:
     return at_low + (mean_delay - low) * (at_high - at_low) / (high - low)
 
 
+def stand_in(optimizer: str) -> str:
+    """Return in words that an optimizer pays for late gradients as another one; empty where it was measured itself."""
+    if optimizer in MEASURED:
+        return ""
+    return (
+        f"late gradients are taken to cost {optimizer!r} as many updates as {_OF_OTHERS}: by this name nothing was measured "
+        f"(measured are {', '.join(MEASURED)})"
+    )
+
+
 def both_halves(update_s: float, mean_delay: float, optimizer: str) -> str:
     """Return in words what a choice takes until a loss: seconds of an update, and how many more updates."""
     more = more_updates(optimizer, mean_delay)

@@ -93,6 +93,14 @@ def test_a_plan_explains_itself(run: Run, inputs: tuple[object, ...]) -> None:
         assert words in " ".join(shown.split())
 
 
+@pytest.mark.parametrize(("optimizer", "is_measured"), [("torch.optim.Adagrad", False), ("nadamw", True)])
+def test_a_plan_says_what_stands_for_an_optimizer_that_was_not_measured(
+    run: Run, inputs: tuple[object, ...], optimizer: str, is_measured: bool
+) -> None:
+    shown = " ".join(run("plan", *inputs, "--microbatches", 8, *QUICK, "--optimizer", optimizer).out.split())
+    assert (f"cost '{optimizer}' as many updates as nadamw" in shown) is not is_measured
+
+
 def test_all_planners_are_compared(run: Run, inputs: tuple[object, ...]) -> None:
     figures = run("plan", *inputs, "--microbatches", 8, *QUICK, "--compare", "--json").document
     assert set(figures["compared"]) == {

@@ -20,7 +20,7 @@ from raypipe.planning.plan import plan
 from raypipe.planning.problem import Problem
 from raypipe.planning.search import SearchBudget
 from raypipe.planning.solve import best_division
-from raypipe.planning.staleness_cost import MEASURED, both_halves, known_optimizer, more_updates, window_delay
+from raypipe.planning.staleness_cost import MEASURED, both_halves, known_optimizer, more_updates, stand_in, window_delay
 from raypipe.schedules.catalogue import build
 from raypipe.schedules.metrics import metrics
 from raypipe.schedules.request import ScheduleRequest
@@ -193,6 +193,12 @@ def test_the_line_says_both_halves() -> None:
 
 def test_the_line_names_what_stands_for_an_optimizer_that_was_not_measured() -> None:
     assert "an optimizer like nadamw takes" in both_halves(0.5, 0.25, "lion")
+    assert "'lion' as many updates as nadamw" in stand_in("lion")
+
+
+@pytest.mark.parametrize("optimizer", MEASURED)
+def test_nothing_stands_for_an_optimizer_that_was_measured(optimizer: str) -> None:
+    assert stand_in(optimizer) == ""
 
 
 @pytest.mark.parametrize(
