@@ -161,7 +161,7 @@ def placed_stages(
         graph,
         (placed,),
         tuple(
-            _stage_times(problem, groups[worker], layers, recomputed=stage in recomputed, split=split)
+            stage_times(problem, groups[worker], layers, recomputed=stage in recomputed, split=split)
             for stage, (layers, worker) in enumerate(zip(stages, placed, strict=True))
         ),
         splits=split,
@@ -180,7 +180,8 @@ def placed_stages(
 _UNSEARCHED = BranchSearch(TimedPipelines(StageGraph.chain(1), ((0,),), (StageTimes(0.0, 0.0, 0.0),)), 1, 1.0)
 
 
-def _stage_times(problem: Problem, group: Devices, layers: Layers, *, recomputed: bool, split: bool) -> StageTimes:
+def stage_times(problem: Problem, group: Devices, layers: Layers, *, recomputed: bool, split: bool) -> StageTimes:
+    """Return the times of a stage on a worker, of its slowest device; `split` adds what a split backward takes longer."""
     factors, chosen = problem.factors(group) or {0: math.inf}, list(layers)
     apart = np.array([0.0, float(split), 0.0])
     kinds = [

@@ -10,7 +10,7 @@ from raypipe.artifacts.cut import Cut
 from raypipe.planning.problem import Devices, Problem
 from raypipe.schedules.families import list_order
 from raypipe.schedules.lower import Placement
-from raypipe.schedules.request import ScheduleRequest
+from raypipe.schedules.request import ScheduleRequest, StageTimes
 from raypipe.schedules.search.branches import BranchSearch
 
 
@@ -42,6 +42,8 @@ class Layout:
         listed: The list of layers that `cuts` divides, where it is not the model's own.
         ahead: For each hop from a worker to the next, the forwards that all workers before it run ahead of the order to hide its messages;
             empty for none.
+        times: Times of the stages by which the order is searched for, where it is (`zb-auto`); empty for equal ones.
+        latency_s: Seconds of the slowest message, for the same search.
     """
 
     cuts: tuple[int, ...]
@@ -54,6 +56,8 @@ class Layout:
     late: int | None = None
     listed: tuple[int, ...] | None = None
     ahead: tuple[int, ...] = ()
+    times: tuple[StageTimes, ...] = ()
+    latency_s: float = 0.0
 
     @property
     def num_stages(self) -> int:

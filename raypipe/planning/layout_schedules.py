@@ -59,6 +59,8 @@ def layout_schedule(problem: Problem, layout: Layout, *, num_updates: int) -> Sc
         max_in_flight=layout.max_in_flight,
         max_mean_staleness=problem.max_mean_staleness,
         update_scope=problem.update_scope,
+        times=layout.times,
+        latency_s=layout.latency_s,
     )
     schedule = build(layout.order, request)
     if schedule.num_stages != layout.num_stages:
@@ -166,7 +168,7 @@ class ScheduleCache:
         self._delays.clear()
 
     def _key(self, problem: Problem, layout: Layout) -> object:
-        order = (layout.order, layout.max_in_flight, layout.num_pipelines, layout.ahead, layout.late)
+        order = (layout.order, layout.max_in_flight, layout.num_pipelines, layout.ahead, layout.late, layout.times, layout.latency_s)
         names = (*order, layout.num_stages, layout.recomputed)
         return (*names, layout.branches or layout.cut(problem).graph, self._shares(problem, layout))
 

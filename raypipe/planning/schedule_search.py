@@ -17,6 +17,7 @@ from raypipe.planning.extrapolation import MOST_SIMULATED, ShortEvaluator, evalu
 from raypipe.planning.late import with_hidden_transfers
 from raypipe.planning.layout import Layout
 from raypipe.planning.levels import node_pipelines
+from raypipe.planning.own_times import with_own_times
 from raypipe.planning.partition import MOST_UNITS
 from raypipe.planning.planners import AUTO, best_of_all, quick_evaluator, starts
 from raypipe.planning.problem import Devices, Problem
@@ -273,7 +274,8 @@ class _Search:
             yield from branches.replicated_layouts(self.evaluator, tuple(chain.from_iterable(workers[0])))
 
     def hidden(self, evaluation: Evaluation | None) -> Evaluation | None:
-        """Return a layout with its transfers hidden."""
+        """Return a layout in an order for its own times, with its transfers hidden."""
+        evaluation = with_own_times(self.evaluator, evaluation)
         return with_hidden_transfers(self.evaluator, evaluation, most_steps=max(self.budget.num_simulations // 30, _LEAST_STEPS))
 
     def decided(self, found: _Found) -> Evaluation | None:
