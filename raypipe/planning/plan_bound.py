@@ -127,7 +127,14 @@ class _Bounds:
             alone = np.zeros(problem.num_devices, dtype=bool)
             alone[device] = True
             rates.append(min(self._capacity(alone, ~alone), self._capacity(~alone, alone)))
-        return PortBound(problem, (powers[:, None] * own_s).min(axis=0), powers, np.array(rates))
+        row_s = float(self._parts[:2].sum()) / self.alone.max() / problem.microbatch_size
+        return PortBound(problem, (powers[:, None] * own_s).min(axis=0), powers, np.array(rates), row_s)
+
+    @cached_property
+    def _parts(self) -> Floats:
+        # Of each part of the work, F, I and W, what the kind that is best at it takes at speed 1: [part, layer].
+        parts: Floats = np.diff(self.problem.prefix_s, axis=2).min(axis=0)
+        return parts
 
     @cached_property
     def _is_connected(self) -> bool:
@@ -220,14 +227,12 @@ class _Bounds:
     def copies_s(self) -> float:
         """Return the bound by cases: some layer has copies, whose gradients are summed, or no layer has, and `lower_bounds` holds."""
         problem = self.problem
-        # Of each part of the work what the kind that is best at it takes.
-        parts = np.diff(problem.prefix_s, axis=2).min(axis=0)
         sources: list[set[int]] = [set() for _ in range(problem.num_layers)]
         for producer, consumer in problem.edges:
             sources[consumer].add(producer)
         blocks = [
             Block(forward_s, input_grad_s, weight_grad_s, sources=tuple(sorted(feeding)))
-            for (forward_s, input_grad_s, weight_grad_s), feeding in zip(parts.T.tolist(), sources, strict=True)
+            for (forward_s, input_grad_s, weight_grad_s), feeding in zip(self._parts.T.tolist(), sources, strict=True)
         ]
         single_s = lower_bound(blocks, num_microbatches=self.num_microbatches, speeds=tuple(self.alone.tolist())).update_s
         if self._ports is not None:

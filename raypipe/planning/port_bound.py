@@ -1,14 +1,13 @@
 """A bound by what passes the ports of devices: what one contributes to an update crosses all wires between it and the others.
 
-A device d computes a part x_l of the rows of each layer l. For each boundary of layers of which it computes unequal parts, the difference
-crosses its port, forth as an activation and back as its gradient: one of the two leaves it, the other one comes. Of layers that it computes
-in part, all gradients leave it once, in shares or totals, and as many come. So in T seconds, over ports of r bytes per second each way,
+In T seconds a device does no more work than its speed allows, and its port carries no more bytes each way than r T: the least for what it
+contributes (`port_bytes`). At most one device has the first layer alone, and one the last. The bound is the least T for which all
+contributions add up to an update.
 
-    sum over boundaries |x_l - x_(l-1)| M c_l  +  sum of G_l over layers with 0 < x_l < 1  <=  r T
-
-What a device can contribute within that is bounded by three cases: all layers in part (all gradients); some layer on this device alone;
-some layers in part and others not at all. The last two are Lagrangian relaxations over sets of layers. At most two devices have an end
-of the model alone and only one border with others. The bound is the least T for which all contributions add up to an update.
+Of a chain, a device that computes the first layers alone, and nothing else, sends activations only. Before the first of them, the layers
+before the border have computed a row. After the last one, the layers behind the border compute a row forth and back, its gradient passes
+the port the other way, and the layers before the border take it back. So this port has T less the seconds of one row through all layers and
+over the link. The same holds of what a device receives that computes the last layers alone.
 """
 
 from __future__ import annotations
@@ -20,12 +19,13 @@ from itertools import pairwise
 
 import numpy as np
 
+from raypipe.planning.port_bytes import PortBytes
 from raypipe.planning.problem import Floats, Problem
 
-_NUM_PRICES = 40  # Around each size that matters: all gradients, the smallest and the largest tensor.
-_NUM_PARTS = 48
-_NUM_HALVINGS = 30
-_MOST_ENDS = 2  # Devices that have the first or the last layer alone.
+_NUM_UNITS = 512
+_NUM_HALVINGS = 20
+_TIMES_WORK = 2.0  # Of the seconds up to which contributions are tabulated first, over those of all work on all devices.
+_EXACT = 1 + 1e-9
 
 
 @dataclass(frozen=True)
@@ -34,14 +34,16 @@ class PortBound:
 
     Attributes:
         prices: Value of each layer's work of an update; the values of all layers add up to `total`.
-        powers: Most value that each device contributes per second.
+        powers: Most value that each device contributes per second; they add up to 1.
         rates: Bytes per second that leave and enter each device at most, in the slower direction.
+        row_s: Least seconds of one row through all forwards and back through all input gradients.
     """
 
     problem: Problem
     prices: Floats
     powers: Floats
     rates: Floats
+    row_s: float
 
     @cached_property
     def total(self) -> float:
@@ -71,99 +73,48 @@ class PortBound:
         fewest = min((edge.bytes * problem.scale for edge in problem.profile.edges()), default=0.0)
         return np.full(problem.num_layers + 1, fewest * problem.num_microbatches)
 
-    @cached_property
-    def _price_range(self) -> Floats:
-        """Values per byte that are tried as multipliers."""
-        borders = self._crossing[1:-1]
-        sizes = {float(self._sums.sum()), float(borders.min(initial=math.inf)), float(borders.max(initial=0.0))}
-        centers = [self.total / num_bytes for num_bytes in sizes if 0 < num_bytes < math.inf] or [1.0]
-        around = np.geomspace(1e-2, 1e3, _NUM_PRICES)
-        return np.unique(np.concatenate([center * around for center in centers]))
+    def _bytes_until(self, seconds: float) -> PortBytes:
+        most = min(self.total, float(self.powers.max()) * seconds)
+        return PortBytes(self.prices, self._crossing, self._sums, most, _NUM_UNITS, self._is_chain)
 
-    def _best_sets(self, gains: Floats, costs: Floats) -> Floats:
-        """Return the most gains of a set of layers, neither empty nor all, less the costs of its borders.
-
-        Args:
-            gains: Of each layer, by [layer, ...].
-            costs: Of each border, by [position, ...].
-        """
-        if not self._is_chain:
-            # Of a graph, the one border that there is at least.
-            kept = np.maximum(gains, 0.0)
-            least: Floats = kept.sum(axis=0) - np.where((gains > 0).all(axis=0), gains.min(axis=0), 0.0) - costs[1]
-            return least
-        # The best so far by whether the last layer is in the set; sets that have no layer or all layers so far stand apart.
-        outside = inside = np.full(gains.shape[1:], -math.inf)
-        everything = gains[0]
-        for layer in range(1, len(gains)):
-            entered = np.maximum(inside, np.maximum(outside, 0.0) - costs[layer])
-            left = np.maximum(outside, np.maximum(inside, everything) - costs[layer])
-            outside, inside, everything = left, entered + gains[layer], everything + gains[layer]
-        best: Floats = np.maximum(outside, inside)
+    def _contributions(self, bytes_of: PortBytes, table: Floats, seconds: float) -> Floats:
+        """Return the most value of each device within some seconds, by [has the first layer, has the last layer, device]."""
+        most = np.minimum(self.powers * seconds, self.total)
+        room = np.where(np.isfinite(self.rates), self.rates * seconds * _EXACT, math.inf)
+        units = np.arange(table.shape[-1])
+        fits = (table[:, :, None, :] <= room[:, None]) & np.isfinite(table[:, :, None, :]) & (units <= bytes_of.admitted(most)[:, None])
+        last = np.where(fits.any(axis=-1), table.shape[-1] - 1 - fits[..., ::-1].argmax(axis=-1), 0)
+        values: Floats = np.minimum(most, bytes_of.unit * last)
+        *of_ends, num_bytes = bytes_of.ends
+        busy_s = num_bytes / self.rates[:, None]
+        in_time = busy_s * (1 + 1 / (self.problem.num_microbatches * self.problem.microbatch_size)) + self.row_s <= seconds * _EXACT
+        for place, of_end in zip(((1, 0), (0, 1)), of_ends, strict=True):
+            values[place] = np.maximum(
+                values[place], np.where(in_time & (of_end <= most[:, None] * _EXACT), of_end, 0.0).max(axis=1, initial=0.0)
+            )
+        # A device may do without the end of the model that it might have.
+        best: Floats = np.maximum.accumulate(np.maximum.accumulate(values, axis=0), axis=1)
         return best
 
-    @cached_property
-    def _alone(self) -> tuple[Floats, Floats]:
-        """Values of sets of layers less what crosses their borders, by multiplier; the second without the model's ends."""
-        prices = self._price_range
-        gains = np.broadcast_to(self.prices[:, None], (len(self.prices), len(prices)))
-        costs = self._crossing[:, None] * prices
-        with_ends = self._best_sets(gains, costs)
-        if not self._is_chain:
-            return with_ends, with_ends
-        inner = gains.copy()
-        inner[0] = inner[-1] = -math.inf
-        # An end that is computed in part has gradients to sum.
-        ends = float(min(self._sums[0], self._sums[-1]))
-        return with_ends, np.maximum(self._best_sets(inner, costs), with_ends - ends * prices)
-
-    @cached_property
-    def _in_part(self) -> Floats:
-        """The same of layers of which at most a part is computed, by [multiplier, part]."""
-        parts = np.linspace(0.0, 1.0, _NUM_PARTS + 1)
-        prices = self._price_range[None, :, None]
-        # Between two parts, the larger one counts for the gains and the smaller one for the costs.
-        gains = self.prices[:, None, None] * parts[None, None, 1:] - self._sums[:, None, None] * prices
-        costs = self._crossing[:, None, None] * prices * parts[None, None, :-1]
-        return self._best_sets(gains, costs)
-
-    @cached_property
-    def _alone_bytes(self) -> tuple[Floats, Floats]:
-        """For work of rising value on one device alone: the value, and the most bytes of gradients that need no sum then."""
-        by_density = np.argsort(-self._sums / np.maximum(self.prices, 1e-300), kind="stable")
-        values = np.concatenate(([0.0], np.cumsum(self.prices[by_density])))
-        return values, np.concatenate(([0.0], np.cumsum(self._sums[by_density])))
-
-    def contributions(self, seconds: float, *, copies: bool = True) -> Floats:
-        """Return the most value of each device within some seconds, ends of the model included; without copies of layers on request."""
-        most_s = self.powers * seconds
-        room = self.rates * seconds
-        with_ends, inner = (self._relaxed(values, room) for values in self._alone)
-        if copies:
-            shared = np.max([self._relaxed(values, room) for values in self._in_part.T], axis=0)
-            saved = np.interp(most_s, *self._alone_bytes)
-            everywhere = np.where(room >= float(self._sums.sum()) - saved - 1e-6, math.inf, 0.0)
-            inner = np.maximum(np.maximum(inner, shared), everywhere)
-        inner = np.where(most_s >= self.total, self.total, np.minimum(inner, most_s))
-        with_ends = np.maximum(np.minimum(with_ends, most_s), inner)
-        at_ends = np.sort(with_ends - inner)[::-1][:_MOST_ENDS]
-        inner[np.argsort(inner - with_ends, kind="stable")[:_MOST_ENDS]] += at_ends
-        return inner
-
-    def _relaxed(self, values: Floats, room: Floats) -> Floats:
-        """Return the least, over all multipliers, of the price of the room and of what a set of layers is worth at that price."""
-        finite = np.where(np.isfinite(room), room, 0.0)
-        best: Floats = (finite[:, None] * self._price_range + values).min(axis=1)
-        return np.where(np.isfinite(room), np.maximum(best, 0.0), self.total)
+    def _suffices(self, bytes_of: PortBytes, seconds: float, *, copies: bool) -> bool:
+        values = self._contributions(bytes_of, bytes_of.each if copies else bytes_of.single, seconds)
+        gains = values - values[0, 0]
+        of_ends = max(gains[1, 1].max(), gains[1, 0].max() + gains[0, 1].max())
+        return float(values[0, 0].sum() + of_ends) * _EXACT >= self.total
 
     def least_s(self, *, copies: bool = True) -> float:
         """Return the seconds in which all devices together can do an update's work, without copies of layers on request."""
         if not self.total:
             return 0.0  # Each layer takes no time on some device.
-        low, high = 0.0, self.total / float(self.powers.max())
+        alone_s = self.total / float(self.powers.max())
+        low, high = self.total, min(self.total * _TIMES_WORK, alone_s)
+        while not self._suffices(bytes_of := self._bytes_until(high), high, copies=copies):
+            if high == alone_s:
+                return high
+            low, high = high, min(high * _TIMES_WORK, alone_s)
         for _ in range(_NUM_HALVINGS):
             middle = (low + high) / 2
-            if float(self.contributions(middle, copies=copies).sum()) >= self.total * (1 - 1e-9):
+            if self._suffices(bytes_of, middle, copies=copies):
                 high = middle
             else:
                 low = middle

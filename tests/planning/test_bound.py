@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
-from itertools import combinations
+from itertools import combinations, permutations
 
 import pytest
 
@@ -41,6 +41,8 @@ def hubs() -> list[Problem]:
         found.append(hub(problem, tuple(ports)))
         layers = tuple(replace(layer, parameter_bytes=1000 * layer.parameter_bytes) for layer in problem.profile.layers)
         found.append(replace(found[-1], profile=replace(problem.profile, layers=layers)))
+        # Whole microbatches of one row, a way of which through all layers is long beside an update.
+        found.append(replace(found[-1], microbatch_size=1))
     return found
 
 
@@ -162,6 +164,30 @@ def test_slow_ports_of_a_star_raise_the_bound() -> None:
     assert plan_bound(slow).binding == "ports"
     assert plan_bound(slow).update_s > 1.1 * plan_bound(fast).update_s
     assert plan_bound(slow).update_s <= solve(LayoutEvaluator(slow)).update_s
+
+
+def test_a_slow_port_at_an_end_of_the_pipeline_has_no_more_than_what_a_row_leaves_it() -> None:
+    profile = ModelProfile.uniform(8, microbatch_size=1, output_bytes=10, parameter_bytes=10**6)
+    uniform = Problem(profile, ClusterTopology.uniform(4, devices_per_node=1), 8, 1)
+    work_s = plan_bound(uniform).work_s
+    # Alone, the activations of the slow port's device fill all of this time; with it, three devices are not faster than all work on them.
+    slow, fast = (hub(uniform, (1e3, 1e3, 1e3, 8 * 10 / (part * work_s))) for part in (0.98, 0.1))
+    assert plan_bound(slow).binding == "ports"
+    assert plan_bound(slow).update_s >= work_s * 4 / 3 * 0.99
+    for problem in (slow, fast):
+        evaluator = LayoutEvaluator(problem)
+        layouts = [
+            Layout((0, *cuts, 8), tuple((device,) for device in devices), order)
+            for used in (3, 4)
+            for devices in permutations(range(4), used)
+            for cuts in combinations(range(1, 8), used - 1)
+            for order in ("1f1b", "zb-h2")
+            if sorted(devices[:-1]) == [*devices[:-1]] or devices[0] == 3
+        ]
+        times = [
+            judged.update_s for layout in layouts[:: max(len(layouts) // 150, 1)] if (judged := evaluator.simulate(layout)) is not None
+        ]
+        assert plan_bound(problem).update_s <= min(times) * (1 + 1e-9)
 
 
 def test_weights_too_heavy_to_copy_raise_the_bound() -> None:
