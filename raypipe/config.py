@@ -156,6 +156,7 @@ class ScheduleConfig:
         max_mean_staleness: Limit on the mean delay in updates over microbatches and stages, for chosen and for named schedules;
             `amdp-auto` takes its fastest order within it. Left out for no limit.
         updates_per_window: Updates between two drains; evaluation and checkpoints happen between windows.
+        synchronous_updates: First updates of a run behind each of which the pipeline drains, so that none of their gradients is late.
     """
 
     name: str = "1f1b"
@@ -169,6 +170,7 @@ class ScheduleConfig:
     max_mismatch: NonNegativeInt | None = None
     max_mean_staleness: NonNegativeFloat | None = None
     updates_per_window: PositiveInt = 10
+    synchronous_updates: NonNegativeInt = 0
 
     @property
     def staleness(self) -> StalenessLimits:

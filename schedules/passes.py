@@ -84,6 +84,22 @@ def one_of_repeated(schedule: Schedule) -> Schedule | None:
     return one if repeated(one, num_updates=schedule.num_updates).programs == schedule.programs else None
 
 
+def first_update(schedule: Schedule) -> Schedule:
+    """Return the order of the first update alone, in which nothing is late.
+
+    No Op of the first update waits for one of a later update, so that every order has such a part.
+    """
+
+    def kept(slot: Slot) -> Slot | None:
+        ops = tuple(op for op in ops_of(slot) if schedule.update(op) == 0)
+        if len(ops) == len(ops_of(slot)):
+            return slot
+        return None if not ops else ops[0] if len(ops) == 1 else Overlap(ops)
+
+    programs = tuple(tuple(slot for slot in map(kept, program) if slot is not None) for program in schedule.programs)
+    return replace(schedule, programs=programs, num_updates=1)
+
+
 def recompute(schedule: Schedule, stages: Collection[int]) -> Schedule:
     """Return the schedule in which some stages keep only their inputs and run each forward again right before its backward (R).
 

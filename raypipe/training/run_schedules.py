@@ -11,7 +11,7 @@ from raypipe.errors import ConfigError
 from raypipe.schedule_registry import build, spec
 from raypipe.schedules.ir import Op, OpKind, Schedule, StageGraph
 from raypipe.schedules.lower import Placement
-from raypipe.schedules.passes import late_updates, one_of_repeated, over_graph, repeated, shard_optimizer
+from raypipe.schedules.passes import first_update, late_updates, one_of_repeated, over_graph, repeated, shard_optimizer
 from raypipe.schedules.request import ScheduleRequest, StageTimes
 from raypipe.schedules.validate import validate
 from raypipe.simulation.plan_cost import plan_cost
@@ -66,7 +66,7 @@ def named_schedule(
 
 
 def window_of(schedule: Schedule, num_updates: int) -> Schedule:
-    """Return a plan's order for a window: the order itself, or one update repeated.
+    """Return a plan's order for a window: the order itself, its first update, or one update repeated.
 
     Raises:
         ConfigError: The order cannot train, or its updates overlap or differ and fit no such window.
@@ -75,11 +75,12 @@ def window_of(schedule: Schedule, num_updates: int) -> Schedule:
         raise ConfigError(f"the plan's order {schedule.name!r} holds no backward; it cannot train")
     if schedule.num_updates == num_updates:
         return schedule
-    one = one_of_repeated(schedule)
+    one = first_update(schedule) if num_updates == 1 else one_of_repeated(schedule)
     if one is None:
         raise ConfigError(
             f"the plan's order {schedule.name!r} is of {schedule.num_updates} updates, which run as a whole, not in a window of "
-            f"{num_updates}; let run.num_updates, run.evaluate_every and run.checkpoint_every be multiples of {schedule.num_updates}"
+            f"{num_updates}; let run.num_updates, run.evaluate_every, run.checkpoint_every and schedule.synchronous_updates be multiples "
+            f"of {schedule.num_updates}"
         )
     window = repeated(one, num_updates=num_updates)
     validate(window)

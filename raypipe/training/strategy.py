@@ -217,7 +217,8 @@ class NamedStrategy(Strategy):
     def _searched(self, plan: Plan, notice: Notice) -> Plan:
         times, latency_s = stage_times(plan)
         search = partial(named_schedule, self.config, graph=plan.cut.graph, times=times, latency_s=latency_s)
-        least = min(self.schedules)
+        # One update alone hides what differs where updates overlap.
+        least = min((size for size in self.schedules if size > 1), default=1)
         try:
             late = self._late(plan, search)
             if late is None and search(least) == self.schedules[least]:

@@ -1,4 +1,4 @@
-"""Where the windows of a run end: evaluations, checkpoints and `updates_per_window` end one."""
+"""Where the windows of a run end: evaluations, checkpoints, `updates_per_window` and each of the `synchronous_updates` end one."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ def is_due(every: int, update: int) -> bool:
 
 def window_size(config: TrainConfig, first: int) -> int:
     """Return the number of updates of the window that begins behind an update."""
+    if first < config.schedule.synchronous_updates:
+        return 1
     run = config.run
     intervals = (run.evaluate_every if config.data.num_validation_microbatches else 0, run.checkpoint_every)
     ends = [first + config.schedule.updates_per_window, run.num_updates]

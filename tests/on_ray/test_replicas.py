@@ -270,14 +270,16 @@ def test_an_order_of_several_updates_runs_as_a_whole_or_not_at_all(tmp_path: Pat
     with pytest.raises(ConfigError, match="is of 5 updates, which run as a whole, not in a window of 2"):
         trainer_of_several(tmp_path, plan, num_updates=7).fit()
     assert len(trainer_of_several(tmp_path, plan, num_updates=10).fit().losses) == 10
+    assert len(trainer_of_several(tmp_path, plan, num_updates=7, synchronous_updates=2).fit().losses) == 7
 
 
-def trainer_of_several(folder: Path, plan: Plan, *, num_updates: int) -> Trainer:
+def trainer_of_several(folder: Path, plan: Plan, *, num_updates: int, synchronous_updates: int = 0) -> Trainer:
     plan.save(folder / "plan.json")
     return Trainer(
         "raypipe.models.mlp:mlp",
         model_options={"num_layers": NUM_LAYERS, "dtype": "float64"},
         batches=rows,
+        schedule_config=ScheduleConfig(synchronous_updates=synchronous_updates),
         run_config=RunConfig(name="several", storage_path=str(folder / "runs"), num_updates=num_updates),
         plan=str(folder / "plan.json"),
     )

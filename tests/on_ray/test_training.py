@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import os
 import re
 import time
 import urllib.request
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -82,13 +84,19 @@ def trainer(
     shard_optimizer: bool = False,
     replicas: int = 1,
     optimizer: OptimizerName = OptimizerName.ADAMW,
+    synchronous_updates: int = 0,
 ) -> Trainer:
     return Trainer(
         "raypipe.models.mlp:mlp",
         model_options={"num_layers": 8, "dtype": "float64"},
         batches=rows,
         schedule_config=ScheduleConfig(
-            name=schedule, num_microbatches=NUM_MICROBATCHES, microbatch_size=NUM_ROWS, num_chunks=chunks, updates_per_window=7
+            name=schedule,
+            num_microbatches=NUM_MICROBATCHES,
+            microbatch_size=NUM_ROWS,
+            num_chunks=chunks,
+            updates_per_window=7,
+            synchronous_updates=synchronous_updates,
         ),
         optimizer_config=dataclasses.replace(adamw_settings(max_grad_norm=max_grad_norm), name=optimizer),
         scaling_config=ScalingConfig(num_devices=devices, transport=transport, shard_optimizer=shard_optimizer, replicas=replicas),
@@ -158,6 +166,26 @@ def test_asynchronous_pipelines_in_two_directions_train_and_copies_may_be_publis
     losses = [loss for _ in range(2) for loss in mean_losses(here.run_window(), num_microbatches=NUM_MICROBATCHES)]
     assert found.losses == pytest.approx(losses, abs=1e-12)
     assert losses[-1] < losses[0]
+
+
+@pytest.mark.usefixtures("shared_actors")
+@pytest.mark.parametrize("schedule", ["amdp", "pipedream-2bw"])
+def test_nothing_is_late_in_the_synchronous_updates_of_an_asynchronous_schedule(tmp_path: Path, schedule: str) -> None:
+    found = trainer(tmp_path, schedule=schedule, num_updates=14, max_grad_norm=None, synchronous_updates=4).fit()
+    optimizer = partial(build_optimizer, adamw_settings(max_grad_norm=None))
+    on_time = train_unsplit(
+        mlp(num_layers=8, dtype="float64"),
+        RandomRows(),
+        num_updates=14,
+        num_microbatches=NUM_MICROBATCHES,
+        learning_rate=LEARNING_RATE,
+        max_grad_norm=math.inf,
+        optimizer=optimizer,
+    ).losses
+    # The first update of the window that follows has nothing late either.
+    assert found.losses[:5] == pytest.approx(on_time[:5], abs=1e-10)
+    late = [ours - theirs for ours, theirs in zip(found.losses, on_time, strict=True)]
+    assert max(map(abs, late)) > 1e-4
 
 
 @pytest.mark.usefixtures("shared_actors")

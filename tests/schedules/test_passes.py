@@ -19,6 +19,7 @@ from raypipe.schedules.ir import Op, OpKind, Overlap, Schedule, Slot, StageGraph
 from raypipe.schedules.lower import Compute, lower
 from raypipe.schedules.metrics import metrics
 from raypipe.schedules.passes import (
+    first_update,
     forwards_ahead,
     late_updates,
     one_of_repeated,
@@ -76,6 +77,22 @@ def test_ops_that_overlap_still_do() -> None:
 @pytest.mark.parametrize("schedule", [handwritten.pipedream_2bw(3, 4, 3), handwritten.async_one_f_one_b(3, 2, 4)], ids=["2bw", "live"])
 def test_updates_that_overlap_are_no_update_repeated(schedule: Schedule) -> None:
     assert one_of_repeated(schedule) is None
+
+
+@pytest.mark.parametrize("name", SPEC_NAMES)
+@given(num_devices=st.integers(1, 5), num_microbatches=st.integers(1, 6))
+def test_the_first_update_of_an_order_runs_alone_with_nothing_late(name: str, num_devices: int, num_microbatches: int) -> None:
+    several = catalogue.build(name, near(name, num_devices, num_microbatches, 3))
+    alone = first_update(several)
+    validate(alone)
+    assert alone.num_updates == 1
+    assert {op for op, _ in alone.ops()} == {op for op, _ in several.ops() if several.update(op) == 0}
+    assert metrics(alone).max_delay == metrics(alone).max_mismatch == 0
+
+
+def test_the_first_update_keeps_what_overlaps_within_it() -> None:
+    one = catalogue.build("dualpipe", near("dualpipe", 4, 8))
+    assert first_update(repeated(one, num_updates=2)) == one
 
 
 def test_updates_that_differ_are_no_update_repeated() -> None:
