@@ -46,12 +46,11 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.nn.parallel import DistributedDataParallel
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))  # actors load this file by its path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the cluster in namespaces is made by the tests' own tools
 
 from communication import Cell
+from replicas_models import LENGTH, TASKS, Task
 from rounds import Summary, in_rounds, print_table, write_json
-from stretched import stretched
 
 from raypipe import build_schedule
 from raypipe.actors.execution.batches import FileSource
@@ -64,8 +63,6 @@ from raypipe.artifacts.topology import ClusterTopology
 from raypipe.artifacts.trace import Trace
 from raypipe.config import OptimizerConfig
 from raypipe.model import Model
-from raypipe.models.gpt import gpt
-from raypipe.models.ngram_gpt import ngram_gpt
 from raypipe.planning.ahead import with_forwards_ahead
 from raypipe.planning.evaluator import LayoutEvaluator
 from raypipe.planning.layout import Layout
@@ -83,7 +80,6 @@ NUM_COPIES = 2
 NUM_DEVICES = NUM_STAGES * NUM_COPIES
 NUM_MICROBATCHES = 4
 MICROBATCH_SIZE = 4
-LENGTH = 128
 UPDATES_PER_WINDOW = 6
 NUM_UPDATES = 3 * UPDATES_PER_WINDOW
 SUM_SHARE = 0.55
@@ -96,7 +92,7 @@ TORCH_PORT = 29500
 TIMEOUT_S = 280.0
 CONFIG = """
 format: raypipe.train/1
-model: {{function: "{function}", options: {{stretch: {stretch}}}}}
+model: {{function: "{function}", options: {{dense: {dense}, stretch: {stretch}}}}}
 data: {{path: "{data}", sequence_length: {length}, num_validation_microbatches: 0}}
 schedule: {{updates_per_window: {window}}}
 scaling: {{transport: {transport}}}
@@ -104,55 +100,6 @@ optimizer: {{max_grad_norm: null}}
 plan: "{plan}"
 run: {{name: "{name}", storage_path: "{folder}", num_updates: {updates}, checkpoint_every: 0, seed: {seed}}}
 """
-
-
-def gpt_model(*, stretch: float = 1.0) -> Model:
-    """Return the GPT of 5.3 million parameters."""
-    return _stretched(gpt(num_layers=6, vocabulary_size=1024, sequence_length=LENGTH), stretch)
-
-
-def ngram_model(*, stretch: float = 1.0) -> Model:
-    """Return the GPT with n-gram tables."""
-    return _stretched(ngram_gpt(sequence_length=LENGTH), stretch)
-
-
-def dense_gpt_model(*, stretch: float = 1.0) -> Model:
-    """Return the GPT without what it says of rows that are looked up, which is nothing."""
-    return _without_lookups(gpt_model(stretch=stretch))
-
-
-def dense_ngram_model(*, stretch: float = 1.0) -> Model:
-    """Return the GPT with n-gram tables without what it says of rows that are looked up."""
-    return _without_lookups(ngram_model(stretch=stretch))
-
-
-def _stretched(model: Model, factor: float) -> Model:
-    return model if factor == 1.0 else stretched(model, factor)
-
-
-def _without_lookups(model: Model) -> Model:
-    return replace(model, layers=tuple(replace(layer, looked_up={}) for layer in model.layers))
-
-
-@dataclass(frozen=True)
-class Task:
-    """A model and its cut: layers of each stage, and the rate of ports over that at which A is `SUM_SHARE` of C for `gpt`."""
-
-    name: str
-    sizes: tuple[int, ...]
-    rate: float
-
-    def make(self, *, dense: bool, stretch: float = 1.0) -> Model:
-        """Return the model."""
-        model: Model = globals()[self.function(dense=dense)](stretch=stretch)
-        return model
-
-    def function(self, *, dense: bool) -> str:
-        """Return the name of the function that makes the model."""
-        return f"dense_{self.name}_model" if dense else f"{self.name}_model"
-
-
-TASKS = {"gpt": Task("gpt", (4, 4), 1.0), "ngram": Task("ngram", (3, 3), 2.0)}
 
 
 @dataclass(frozen=True)
@@ -326,7 +273,8 @@ def config_of(
     plan_of(profile, ports(1e9), schedule, workers, sizes=task.sizes, microbatch_size=MICROBATCH_SIZE).save(plan)
     dense = not any(layer.looked_up_bytes for layer in profile.layers)
     text = CONFIG.format(
-        function=f"{Path(__file__).resolve()}:{task.function(dense=dense)}",
+        function=task.function,
+        dense=str(dense).lower(),
         stretch=stretch,
         length=LENGTH,
         data=data,

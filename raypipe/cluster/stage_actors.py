@@ -30,7 +30,8 @@ COPIES = "copies"
 SAVING = "saving"
 """Concurrency group in which an actor writes a copy of its layers while it computes."""
 _GROUPS = {CONTROL: 2, COPIES: 1, SAVING: 1}
-_SUSPECT_S = 2.0  # for an actor that is named as the cause of a failure to come to rest
+_ABORT_S = 2.0  # for actors to take an abort
+_SUSPECT_S = 1.0  # for an actor that is named as the cause of a failure to come to rest
 _GRACE_S = 3.0  # from the first failure, for one that explains it: peers notice a dead neighbor first
 _FOLLOW_S = 1.0
 _MOST_SILENCES = 10
@@ -109,7 +110,7 @@ class StageActors(ActorGroup):
         self.leaving: frozenset[int] = frozenset()  # slots whose actors leave the plan, but hold layers that others still need
         self.gone: set[int] = set()  # numbers of slots whose actors are lost and not replaced
         self._num_starts = 1
-        self._aborts: list[Any] = []
+        self._aborts: dict[Any, int] = {}  # calls, and the numbers of their actors
 
     @property
     def infos(self) -> tuple[ActorInfo, ...]:
@@ -150,7 +151,8 @@ class StageActors(ActorGroup):
 
     def abort(self, reason: str) -> None:
         """Make all actors stop their work."""
-        self._aborts += [member.handle.abort.options(concurrency_group=CONTROL).remote(reason) for member in self._alive().values()]
+        for number, member in self._alive().items():
+            self._aborts[member.handle.abort.options(concurrency_group=CONTROL).remote(reason)] = number
 
     def _alive(self) -> dict[int, Member]:
         return {number: member for number, member in enumerate(self.launched) if number not in self.gone}
@@ -161,8 +163,9 @@ class StageActors(ActorGroup):
         Return the numbers of those that gave no answer. Of the `suspects` it is awaited for a short time only.
         """
         self.abort("the run recovers from a failure")
-        ray.wait(self._aborts, num_returns=len(self._aborts), timeout=_SUSPECT_S)
-        self._aborts = []
+        if awaited := [ref for ref, number in self._aborts.items() if number not in suspects]:
+            ray.wait(awaited, num_returns=len(awaited), timeout=_ABORT_S)
+        self._aborts = {}
         calls = {number: member.handle.restart.remote(None) for number, member in self._alive().items()}
         others, suspected = calls.keys() - set(suspects), calls.keys() & set(suspects)
         for numbers, timeout_s in ((others, self.cluster.silence_timeout_s), (suspected, _SUSPECT_S)):
