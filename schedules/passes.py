@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import itertools
+from collections import deque
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
-from operator import itemgetter
+from operator import attrgetter, itemgetter
 
 from raypipe.schedules.ir import Op, OpKind, Overlap, Schedule, Slot, StageGraph, StageReplica, UpdateScope, ops_of
 from raypipe.schedules.request import ScheduleRequest, StageTimes
@@ -293,10 +294,30 @@ def _gathered(schedule: Schedule) -> Schedule:
     """Return the schedule with the U of each worker together, where the gradients of all stages have arrived."""
     if all(len(found) <= schedule.num_updates for found in map(_runs_of_updates, schedule.programs)):
         return schedule
+    if all(_is_drained(schedule, program) for program in schedule.programs):
+        return replace(schedule, programs=tuple(tuple(_with_updates_at_ends(schedule, program)) for program in schedule.programs))
     meeting = replace(schedule, update_scope=UpdateScope.GLOBAL)
     line = TimedPipelines.of(schedule.pipelines, ScheduleRequest(schedule.num_workers, 1), schedule.graph)
     gathered = defer_updates(meeting, line)
     return replace(gathered, update_scope=schedule.update_scope)
+
+
+def _is_drained(schedule: Schedule, program: Sequence[Slot]) -> bool:
+    """Whether a worker of a flush ends all Ops of an update before it begins the next."""
+    updates = [schedule.update(op) for slot in program if not _is_update(slot) for op in ops_of(slot)]
+    return not schedule.weight_rule.overlaps_updates and updates == sorted(updates)
+
+
+def _with_updates_at_ends(schedule: Schedule, program: Sequence[Slot]) -> Iterator[Slot]:
+    """Yield the program of a worker that drains with the U of each update behind its last Op."""
+    updates = deque(sorted((slot for slot in program if isinstance(slot, Op) and _is_update(slot)), key=attrgetter("index")))
+    for slot in program:
+        if _is_update(slot):
+            continue
+        while updates and updates[0].index < min(map(schedule.update, ops_of(slot))):
+            yield updates.popleft()
+        yield slot
+    yield from updates
 
 
 def _is_update(slot: Slot) -> bool:

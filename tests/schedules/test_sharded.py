@@ -11,7 +11,7 @@ import pytest
 from raypipe.schedules import catalogue
 from raypipe.schedules.ir import Schedule, UpdateScope
 from raypipe.schedules.lower import Placement, lower
-from raypipe.schedules.passes import shard_optimizer
+from raypipe.schedules.passes import late_updates, shard_optimizer
 from raypipe.schedules.validate import validate
 from tests import strategies
 from tests.schedules import reference
@@ -48,6 +48,15 @@ def test_every_schedule_runs_on_workers_of_one_device_or_several(name: str, scop
         everyone = range(plain.num_workers)
         for replicated in ((), (0,), (plain.num_workers - 1,), everyone[::2], everyone):
             check_runs(shard_optimizer(plain, replicated_workers=replicated), replicated)
+
+
+@pytest.mark.parametrize("name", [*strategies.BIDIRECTIONAL, "amdp-flush"])
+@SCOPES
+def test_late_updates_of_several_pipelines_are_gathered_again(name: str, scope: UpdateScope) -> None:
+    """Whatever the Ops: backwards that are split, and parts of microbatches."""
+    for num_devices in (2, 4, 6):
+        late = late_updates(catalogue.build(name, replace(strategies.near(name, num_devices, 4, 3), update_scope=scope)))
+        check_runs(shard_optimizer(late), ())
 
 
 @SCOPES
