@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 from raypipe.errors import ScheduleError
 from raypipe.schedules.collectives import NOT_COMPUTED, Await, Collective, CollectiveKind, CollectiveOrder, Start
-from raypipe.schedules.ir import Op, OpKind, ProgramPlace, Schedule, dependencies, ops_of
+from raypipe.schedules.ir import Op, OpKind, ProgramPlace, Schedule, UpdateScope, dependencies, ops_of
 from raypipe.schedules.reductions import add_reductions
 from raypipe.schedules.steps import run_steps
 from raypipe.schedules.text import order_grid
@@ -259,6 +259,8 @@ def _check_collectives(schedule: Schedule, needs: _Needs, replicated: frozenset[
     except graphlib.CycleError as error:
         names = ", ".join(map(str, error.args[1]))
         problem = f"workers meet the collectives [{names}] in different orders; give all workers one order"
+        if schedule.update_scope is UpdateScope.TIED and any(collective.kind.of_tie for collective in error.args[1]):
+            problem += f", or the updates the scope {UpdateScope.STAGE} or {UpdateScope.GLOBAL}, where no tie has a norm of its own"
         raise _refuse_collectives(schedule, problem, error.args[1]) from None
 
     # G and P only hand over: a slot of nothing else waits for nobody.

@@ -79,6 +79,16 @@ def test_workers_that_update_tied_stages_in_different_orders_take_their_sums_and
             reference.check_one_order(reference.run(schedule, programs).starts)
 
 
+def test_norms_of_ties_that_fit_in_no_one_order_are_refused_with_a_scope_that_does() -> None:
+    def schedule(scope: UpdateScope) -> Schedule:
+        return tied(catalogue.build("async-interleaved", ScheduleRequest(2, 1, 3, num_chunks=2, update_scope=scope)), (0, 3), (1, 2))
+
+    with pytest.raises(ScheduleError, match="the scope stage or global"):
+        validate(schedule(UpdateScope.TIED))
+    for scope in (UpdateScope.STAGE, UpdateScope.GLOBAL):
+        validate(schedule(scope))
+
+
 def test_the_sum_of_a_tie_starts_behind_the_norm_of_the_update_before() -> None:
     schedule = tied(catalogue.build("async-interleaved", ScheduleRequest(2, 1, 2, num_chunks=2, update_scope=UpdateScope.GLOBAL)))
     validate(schedule)
