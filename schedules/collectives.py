@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bisect
 import itertools
+import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -321,9 +322,25 @@ class CollectiveOrder:
                 awaits.append(Await(norm))
 
     def _in_time(self, worker: int, row: Sequence[_Join]) -> list[tuple[_Join, int]]:
-        """Return with each collective the position before which it starts, so that all behind it are in time for their U, too."""
-        positions = [self.schedule.places[self._awaiting(join)[worker]].position for join in reversed(row)]
-        return list(zip(row, reversed(list(itertools.accumulate(positions, min))), strict=True))
+        """Return with each collective the position before which it starts, so that all behind it are in time for their U, too.
+
+        And before the worker's first Op that must read what the update makes: it may wait for the U of another worker.
+        """
+        ends = [
+            min(self.schedule.places[self._awaiting(join)[worker]].position, self._first_reads.get((worker, join.update + 1), math.inf))
+            for join in reversed(row)
+        ]
+        return list(zip(row, map(int, reversed(list(itertools.accumulate(ends, min)))), strict=True))
+
+    @cached_property
+    def _first_reads(self) -> dict[tuple[int, int], int]:
+        """By worker and version, where a rule fixes it, the position of the first Op that must read it."""
+        found: dict[tuple[int, int], int] = {}
+        for op, place in self.schedule.ops():
+            version = None if op.kind.per_update else self.schedule.weight_rule.fixed_version(self.schedule.update(op))
+            if version is not None:
+                found.setdefault((place.worker, version), place.position)
+        return found
 
     def _fits(self, worker: int, join: _Join, end: int) -> bool:
         """Whether the gradients are there before this position; a collective that starts right before its U has that place alone."""

@@ -79,6 +79,17 @@ def test_workers_that_update_tied_stages_in_different_orders_take_their_sums_and
             reference.check_one_order(reference.run(schedule, programs).starts)
 
 
+@pytest.mark.parametrize("scope", UpdateScope)
+@pytest.mark.parametrize(("name", "num_microbatches"), [("interleaved", 1), ("interleaved", 2), ("pipedream-2bw", 3), ("1f1b", 4)])
+def test_the_norm_of_a_tie_starts_before_what_reads_the_next_version(name: str, num_microbatches: int, scope: UpdateScope) -> None:
+    """Updates of sharded stages stand halfway to their reader, on some workers behind readers of other stages."""
+    num_chunks = 3 if name == "interleaved" else 1
+    schedule = tied(catalogue.build(name, ScheduleRequest(4, num_microbatches, 4, num_chunks=num_chunks, update_scope=scope)))
+    schedule = shard_optimizer(schedule, replicated_workers=range(4))
+    validate(schedule)
+    reference.check_one_order(reference.run(schedule, lower(schedule, Placement.even(4, 2))).starts)
+
+
 def test_norms_of_ties_that_fit_in_no_one_order_are_refused_with_a_scope_that_does() -> None:
     def schedule(scope: UpdateScope) -> Schedule:
         return tied(catalogue.build("async-interleaved", ScheduleRequest(2, 1, 3, num_chunks=2, update_scope=scope)), (0, 3), (1, 2))
