@@ -292,10 +292,10 @@ _USUAL_TIMES = {
 
 def _gathered(schedule: Schedule) -> Schedule:
     """Return the schedule with the U of each worker together, where the gradients of all stages have arrived."""
-    if all(len(found) <= schedule.num_updates for found in map(_runs_of_updates, schedule.programs)):
-        return schedule
     if all(_is_drained(schedule, program) for program in schedule.programs):
         return replace(schedule, programs=tuple(tuple(_with_updates_at_ends(schedule, program)) for program in schedule.programs))
+    if all(len(found) <= schedule.num_updates for found in map(_runs_of_updates, schedule.programs)):
+        return schedule
     meeting = replace(schedule, update_scope=UpdateScope.GLOBAL)
     line = TimedPipelines.of(schedule.pipelines, ScheduleRequest(schedule.num_workers, 1), schedule.graph)
     gathered = defer_updates(meeting, line)
