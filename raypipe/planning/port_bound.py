@@ -80,14 +80,16 @@ class PortBound:
     def _contributions(self, bytes_of: PortBytes, table: Floats, seconds: float) -> Floats:
         """Return the most value of each device within some seconds, by [has the first layer, has the last layer, device]."""
         most = np.minimum(self.powers * seconds, self.total)
-        room = np.where(np.isfinite(self.rates), self.rates * seconds * _EXACT, math.inf)
+        finite = np.where(np.isfinite(self.rates), self.rates, 0.0)
+        room = np.where(np.isfinite(self.rates), finite * seconds * _EXACT, math.inf)
         units = np.arange(table.shape[-1])
         fits = (table[:, :, None, :] <= room[:, None]) & np.isfinite(table[:, :, None, :]) & (units <= bytes_of.admitted(most)[:, None])
         last = np.where(fits.any(axis=-1), table.shape[-1] - 1 - fits[..., ::-1].argmax(axis=-1), 0)
         values: Floats = np.minimum(most, bytes_of.unit * last)
         *of_ends, num_bytes = bytes_of.ends
-        busy_s = num_bytes / self.rates[:, None]
-        in_time = busy_s * (1 + 1 / (self.problem.num_microbatches * self.problem.microbatch_size)) + self.row_s <= seconds * _EXACT
+        num_rows = self.problem.num_microbatches * self.problem.microbatch_size
+        in_time = num_bytes * (1 + 1 / num_rows) <= (finite * max(seconds - self.row_s, 0.0) * _EXACT)[:, None]
+        in_time |= ~np.isfinite(self.rates)[:, None]
         for place, of_end in zip(((1, 0), (0, 1)), of_ends, strict=True):
             values[place] = np.maximum(
                 values[place], np.where(in_time & (of_end <= most[:, None] * _EXACT), of_end, 0.0).max(axis=1, initial=0.0)
