@@ -307,7 +307,7 @@ def report(found: dict[Cell, float]) -> None:
     rows = []
     for one, cells in sorted(alike.items(), key=lambda pair: (pair[0].optimizer, pair[0].learning_rate, pair[0].schedule, -pair[0].rounds)):
         more = [found[cell] / found[cell.on_time()] - 1 for cell in cells if cell.on_time() in found and cell != cell.on_time()]
-        spread = f" ± {stdev(more):.2%}" if len(more) > 1 else ""
+        spread = f" +- {stdev(more):.2%}" if len(more) > 1 else ""
         rows.append({
             "optimizer": f"{one.optimizer}, C = {one.gradient_correction:g}" if one.gradient_correction else one.optimizer,
             "rate": f"{one.learning_rate:g}",

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import sys
 import time
+from typing import Any
 
 import ray
 
@@ -21,6 +22,9 @@ from raypipe.training.trainer import Trainer
 from tests.multinode.adapting_run import tell
 
 NUM_DEVICES = 4
+NUM_MICROBATCHES = 4
+WARMUP_UPDATES = 20
+MODEL_OPTIONS: dict[str, Any] = {"num_layers": 6, "d_model": 64, "num_heads": 2, "sequence_length": 32, "dtype": "float64"}
 CHECKPOINT_EVERY_S = 20.0
 _RETRY_S = 1.0
 
@@ -41,10 +45,12 @@ def main() -> None:
     trainer = Trainer(
         callbacks=[Lines()],
         model="raypipe.models.gpt:gpt",
-        model_options={"num_layers": 6, "d_model": 64, "num_heads": 2, "sequence_length": 32, "dtype": "float64"},
-        data_config=DataConfig(path=tokens, sequence_length=32, num_validation_microbatches=0),
-        schedule_config=ScheduleConfig() if plan else ScheduleConfig(num_microbatches=4, microbatch_size=4, updates_per_window=5),
-        optimizer_config=OptimizerConfig(warmup_updates=20),
+        model_options=MODEL_OPTIONS,
+        data_config=DataConfig(path=tokens, sequence_length=MODEL_OPTIONS["sequence_length"], num_validation_microbatches=0),
+        schedule_config=ScheduleConfig()
+        if plan
+        else ScheduleConfig(num_microbatches=NUM_MICROBATCHES, microbatch_size=4, updates_per_window=5),
+        optimizer_config=OptimizerConfig(warmup_updates=WARMUP_UPDATES),
         scaling_config=ScalingConfig(num_devices=NUM_DEVICES),
         cluster_config=ClusterConfig(message_timeout_s=8.0, silence_timeout_s=4.0, log_to_driver=False),
         run_config=RunConfig(name="run", storage_path=storage, num_updates=int(num_updates), checkpoint_every_s=CHECKPOINT_EVERY_S),
