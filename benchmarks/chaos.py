@@ -359,7 +359,9 @@ def main() -> None:
     alike = min(len(figures["goodput_so_far"]) for figures, _ in found.values())
     for mode, (figures, losses) in found.items():
         differences = [abs(ours - theirs) for ours, theirs in zip(losses, calm, strict=False)]
-        figures |= {"equal_bits": sum(difference == 0.0 for difference in differences), "largest_difference": max(differences)}
+        # Rounding alone grows with the updates (`rounding_drift.py`); a step in these would be a fault of the recovery.
+        by_thousand = [max(differences[at : at + 1000]) for at in range(0, len(differences), 1000)]
+        figures |= {"equal_bits": sum(difference == 0.0 for difference in differences), "largest_differences_by_1000": by_thousand}
         document.append(figures)
         rows.append({
             "way": mode,
@@ -370,7 +372,7 @@ def main() -> None:
             f"time lost, first {alike} faults": f"{1 - figures['goodput_so_far'][alike - 1]:.2f}",
             "a fault": f"{(1 - figures['goodput']) * figures['seconds'] / figures['faults']:.1f} s",
             "equal to the last bit": f"{figures['equal_bits']} of {len(differences)}",
-            "largest difference": f"{figures['largest_difference']:.1e}",
+            "largest difference, first and last 1,000 updates": f"{by_thousand[0]:.1e}, {by_thousand[-1]:.1e}",
         })
     print_table("runs", rows)
     print_table("seconds from a fault to the next new update, in the median (and until it was noticed)", list(by_kind(document)))
