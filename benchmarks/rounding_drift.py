@@ -65,6 +65,7 @@ def main() -> None:
     parser.add_argument("--json", help="file for all values")
     options = parser.parse_args()
     torch.set_num_threads(1)
+    tenth = max(options.updates // 10, 1)
     with tempfile.TemporaryDirectory() as folder:
         tokens = Path(folder) / "tokens.parquet"
         prepare(str(Path(__file__).resolve().parents[1] / "docs"), output=tokens, validation_fraction=0.1)
@@ -75,7 +76,8 @@ def main() -> None:
             batches = [source.batch(update * NUM_MICROBATCHES + number, (0.0, 1.0)) for number in range(NUM_MICROBATCHES)]
             other = batches if update < options.first else batches[::-1]
             differences.append(abs(first.update(update, batches) - second.update(update, other)))
-    tenth = max(options.updates // 10, 1)
+            if (update + 1) % tenth == 0:
+                print(f"{update + 1} of {options.updates} updates", file=sys.stderr, flush=True)
     rows = [
         {"updates": f"{begin + 1} to {begin + tenth}", "largest difference of losses": f"{max(differences[begin : begin + tenth]):.1e}"}
         for begin in range(0, tenth * 10, tenth)
