@@ -1,7 +1,8 @@
-"""What becomes of runs of Hugging Face models: exported models, generated text, perplexity. Needs the extra `hf`."""
+"""Conversations for Hugging Face models, and what becomes of runs: exported models, text, perplexity. Needs the extra `hf`."""
 
+from raypipe.hf.chats import Chats
 from raypipe.hf.evaluation import generate, perplexity
 from raypipe.hf.export import export
 from raypipe.hf.trained import load
 
-__all__ = ["export", "generate", "load", "perplexity"]
+__all__ = ["Chats", "export", "generate", "load", "perplexity"]

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from raypipe.data.collation import IGNORED, Pad
-from raypipe.data.packing import PackedStream, PackedTable, pack
+from raypipe.data.packing import Document, PackedStream, PackedTable, pack
 from raypipe.errors import ConfigError
 
 documents = st.lists(st.lists(st.integers(1, 99), min_size=1, max_size=20), min_size=1, max_size=30)
@@ -28,16 +28,55 @@ def pieces(document: list[int], length: int) -> list[list[int]]:
 
 
 def test_a_row_has_positions_and_labels_of_each_document() -> None:
-    row = pack([[5, 6, 7], [8, 9]], 7, filling=1)
+    row = pack([Document.of([5, 6, 7]), Document.of([8, 9])], 7, filling=1)
     assert row["input_ids"].tolist() == [5, 6, 7, 8, 9, 1, 1]
     assert row["position_ids"].tolist() == [0, 1, 2, 0, 1, 0, 0]
     assert row["document_ids"].tolist() == [1, 1, 1, 2, 2, 0, 0]
     assert row["labels"].tolist() == [IGNORED, 6, 7, IGNORED, 9, IGNORED, IGNORED]
 
 
+LABELED = [
+    {"input_ids": [5, 6, 7, 8, 9], "labels": [IGNORED, IGNORED, 7, 8, IGNORED]},
+    {"input_ids": [1, 2], "labels": [IGNORED, 2]},
+    {"input_ids": [3], "labels": [3]},
+]
+
+
+def labels_by_token(rows: list[dict[str, Any]]) -> dict[int, int]:
+    return {
+        int(token): int(label)
+        for row in rows
+        for token, label, document in zip(row["input_ids"], row["labels"], row["document_ids"], strict=True)
+        if document
+    }
+
+
+def test_documents_keep_labels_of_their_own_but_for_what_no_token_of_theirs_predicts() -> None:
+    table = PackedTable(LABELED, 3)
+    expected = {5: IGNORED, 6: IGNORED, 7: 7, 8: IGNORED, 9: IGNORED, 1: IGNORED, 2: 2, 3: IGNORED}
+    assert labels_by_token([table[place] for place in range(len(table))]) == expected
+    assert labels_by_token(list(PackedStream(LABELED, 3))) == expected
+
+
+def test_labels_that_wait_for_the_next_row_are_in_the_state_of_a_stream() -> None:
+    stream = PackedStream(Documents(LABELED), 3)
+    rows = iter(stream)
+    first = next(rows)
+    again = PackedStream(Documents(LABELED), 3)
+    state = stream.state_dict()
+    assert state is not None
+    again.load_state_dict(state)
+    assert labels_by_token([first, *again]) == labels_by_token([first, *rows])
+
+
+def test_a_document_with_fewer_labels_than_tokens_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"has 3 tokens and 2 labels; each token needs one, -100 for none"):
+        PackedTable([{"input_ids": [1, 2, 3], "labels": [1, 2]}], 4)
+
+
 def test_what_does_not_fit_into_a_row_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"documents of 5 tokens do not fit into a row of 4"):
-        pack([[1, 2, 3], [4, 5]], 4)
+        pack([Document.of([1, 2, 3]), Document.of([4, 5])], 4)
 
 
 @given(documents, st.integers(1, 12))
@@ -59,10 +98,10 @@ def test_a_packed_table_fills_rows_where_documents_fit_together() -> None:
 class Documents:
     """Documents that go on from a state."""
 
-    def __init__(self, source: list[list[int]]) -> None:
+    def __init__(self, source: Sequence[Any]) -> None:
         self.source, self.at, self.begin = source, 0, 0
 
-    def __iter__(self) -> Iterator[list[int]]:
+    def __iter__(self) -> Iterator[Any]:
         self.at, self.begin = self.begin, 0
         while self.at < len(self.source):
             self.at += 1

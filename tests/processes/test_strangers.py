@@ -23,6 +23,7 @@ import torch
 from raypipe.actors.transport import gate
 from raypipe.actors.transport.gate import Gate
 from raypipe.actors.transport.process import ProcessTransport
+from raypipe.actors.transport.rendezvous import Rendezvous
 from raypipe.actors.transport.secret import Secret, StoreAddress
 from raypipe.actors.transport.store import StoreClient, StoreServer
 from raypipe.errors import AbortedError, TransportError, TransportTimeoutError
@@ -127,6 +128,17 @@ def exchange(ends: list[ProcessTransport], num_messages: int) -> None:
     together(*(end.close_window for end in ends))
 
 
+def at_leisure(wait_for: Callable[..., list[str]]) -> Callable[..., list[str]]:
+    """As `Rendezvous.wait_for`, but sockets of devices that meet are there for long enough that strangers find them."""
+
+    def waits(*args: Any) -> list[str]:
+        found = wait_for(*args)
+        time.sleep(0.1)
+        return found
+
+    return waits
+
+
 needs_proc = pytest.mark.skipif(not Path("/proc/net/unix").exists(), reason="the kernel lists its sockets on Linux only")
 
 
@@ -134,11 +146,12 @@ needs_proc = pytest.mark.skipif(not Path("/proc/net/unix").exists(), reason="the
 @pytest.mark.parametrize("shared", [False, True], ids=["tcp", "memory"])
 @pytest.mark.timeout(120)
 def test_strangers_at_every_socket_change_nothing_while_devices_meet_and_work(
-    make: Make, caplog: pytest.LogCaptureFixture, shared: bool
+    make: Make, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, shared: bool
 ) -> None:
     caplog.set_level(logging.WARNING, logger="raypipe.transport")
+    monkeypatch.setattr(Rendezvous, "wait_for", at_leisure(Rendezvous.wait_for))
     with Attack() as attack:
-        for attempt in itertools.count():  # sockets of devices that meet are there for milliseconds
+        for attempt in itertools.count():
             channels = all_channels(2) if shared else []
             ends = [make(device, shared=channels, prefix=f"attacked {shared} {attempt}", connect_timeout_s=40.0) for device in PAIR]
             together(*(end.connect for end in ends))
