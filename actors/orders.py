@@ -81,6 +81,7 @@ class ConnectOrder:
         nodes: Ray node of each device; what leaves for other nodes takes turns.
         groups: Members of each sum.
         patterns: Patterns of sums by members, at first; where left out a ring in the order of the members.
+        wires: See `Wiring`.
         store: Where the actors find each other.
         prefix: Text unique to this run and epoch.
         message_timeout_s: Limit for every later wait.
@@ -93,6 +94,7 @@ class ConnectOrder:
     nodes: tuple[str, ...]
     groups: tuple[tuple[int, ...], ...]
     patterns: Mapping[tuple[int, ...], Pattern]
+    wires: tuple[Mapping[int, int], ...]
     store: StoreAddress
     prefix: str
     connect_timeout_s: float

@@ -62,6 +62,7 @@ class Connector:
         over_tcp: bool,
         communication: Communication,
         ways: Mapping[int, Hashable] | None,
+        wires: Mapping[int, Hashable],
         receives_ahead: int,
         library: cuda_ipc.SharingLibrary | None,
         host_ip: str | None,
@@ -73,6 +74,7 @@ class Connector:
         self._over_tcp = over_tcp and library is None
         self._communication = communication
         self._ways = ways
+        self._wires = wires
         self._library = library
         self._host_ip = host_ip
         # Members wait for each other set by set. All go through them in this one order, so the first unfinished set is one
@@ -130,7 +132,13 @@ class Connector:
         if (device := rendezvous.device) in ends:
             peers = {*chain(*(members for members in channels if device in members))} - {device} | sum_peers(device, groups, self._patterns)
             self._endpoints.port = Port.connect(
-                rendezvous, peers, others=ends - {device}, host_ip=self._host_ip, communication=self._communication, ways=self._ways
+                rendezvous,
+                peers,
+                others=ends - {device},
+                host_ip=self._host_ip,
+                communication=self._communication,
+                ways=self._ways,
+                wires=self._wires,
             )
 
     def _connect_over_tcp(self, device: int, kind: _Kind, members: tuple[int, ...]) -> None:

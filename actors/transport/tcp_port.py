@@ -22,11 +22,16 @@ class Port:
     """One device's end of all its TCP connections; made by `connect`."""
 
     def __init__(
-        self, device: int, connections: tcp.Connections, communication: Communication, ways: Mapping[int, Hashable] | None
+        self,
+        device: int,
+        connections: tcp.Connections,
+        communication: Communication,
+        ways: Mapping[int, Hashable] | None,
+        wires: Mapping[int, Hashable],
     ) -> None:
         self.device = device
         connected = connections.ends
-        self.links = {peer: Link(peer, one.end) for peer, one in connected.items()}
+        self.links = {peer: Link(peer, one.end, wire=wires.get(peer)) for peer, one in connected.items()}
         by_way: dict[Hashable, list[Link]] = {}
         for peer, link in self.links.items():
             own = ("peer", peer)
@@ -60,9 +65,10 @@ class Port:
         host_ip: str | None,
         communication: Communication,
         ways: Mapping[int, Hashable] | None,
+        wires: Mapping[int, Hashable],
     ) -> Port:
         """Connect with peers; `others` have ports, too. Raises as `ProcessTransport.connect`."""
-        port = cls(rendezvous.device, tcp.connect(rendezvous, peers, others=others, host_ip=host_ip), communication, ways)
+        port = cls(rendezvous.device, tcp.connect(rendezvous, peers, others=others, host_ip=host_ip), communication, ways, wires)
         try:
             rendezvous.aborting.add(port.links.values())
         except BaseException:

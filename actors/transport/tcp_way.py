@@ -135,7 +135,7 @@ class Way:
         arrived: Entries that come to the queue, or have more bytes ready, with the number of these.
         active: The chunk that the kernel has not taken all of.
         draining: The peer of the last chunk of a sum, until the kernel has sent most of it.
-        aside: Chunks of peers that take nothing, so that the others need not wait for them.
+        aside: Chunks of peers that take nothing, and messages on wires of their own, so that the others need not wait for them.
         paused: Chunks of sums that have stopped for a message, of this device or another.
         moved_s: When the kernel last took something.
         held: Peers at whose end of the link sums make way for others' messages.
@@ -237,13 +237,17 @@ class Way:
         return bool(self.queue) or any(link not in self.held for link in self.paused)
 
     def make_way(self) -> None:
-        """Stop a chunk of a sum in the middle if a message to another peer waits."""
+        """Stop a chunk of a sum in the middle if a message to another peer waits; put a message aside for one on another wire."""
         active = self.active
-        if active is None or not self._may_pause(active) or active.entry.link in self.paused:
+        if active is None or active.entry.link in self.paused:
             return
-        messages = (entry for entry in self.queue if entry.traffic is Traffic.MESSAGE and self._may_begin(entry))
-        if any(entry.link is not active.entry.link for entry in messages):
+        own = active.entry.link
+        others = {entry.link for entry in self.queue if entry.traffic is Traffic.MESSAGE and self._may_begin(entry)} - {own}
+        if self._may_pause(active) and others:
             self._pause(active)
+        elif own.wire is not None and any(link.wire not in {None, own.wire} for link in others):
+            self.aside[own] = active
+            self.active = None
 
     def _may_pause(self, frame: Frame) -> bool:
         return self.communication.scheduled and frame.entry.traffic is not Traffic.MESSAGE

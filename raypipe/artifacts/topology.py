@@ -20,6 +20,7 @@ from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 from raypipe.artifacts import codec
 from raypipe.artifacts.files import read_text, write_text
 from raypipe.artifacts.record import ShownName, invalid, record
+from raypipe.communication.ways import ways
 from raypipe.errors import NoLinkError, PlanError, suggestion
 
 FORMAT = "raypipe.topology/1"
@@ -241,6 +242,21 @@ class ClusterTopology:
             ]
         return replace(self, nodes=nodes, links=tuple(left), default_link=None)
 
+    def wires(self, devices: Sequence[str]) -> tuple[dict[int, int], ...]:
+        """Return for each of some devices the number of its wire to each other one; those with the same number share a bottleneck.
+
+        Pairs that only the default link serves are behind the port of their node.
+        """
+        found: list[dict[int, int]] = []
+        for source in devices:
+            resources: dict[int, list[str]] = {}
+            for number, target in enumerate(devices):
+                if target != source:
+                    names = [name for name, _ in self.path(source, target).resources]
+                    resources[number] = names if names and self._is_stated(source, target) else [*names, "the port of the node"]
+            found.append(ways(resources))
+        return tuple(found)
+
     def path(self, source: str, target: str) -> Path:
         """Return the path between two named devices, empty from a device to itself, or raise `PlanError` if no link serves them."""
         path = self.reach(source, target)
@@ -445,6 +461,10 @@ class ClusterTopology:
         # What has no limit delays nobody.
         resources = tuple((resource, bandwidth) for resource, bandwidth in limits.items() if bandwidth < math.inf)
         return Path(latency_s, min(limits.values()), resources)
+
+    def _is_stated(self, source: str, target: str) -> bool:
+        hop = self._hop((source, self.node_of(source).name), (target, self.node_of(target).name))
+        return hop is not None and hop[1] is not self.default_link
 
     def _limits(self, starts: _Names, ends: _Names, hop: _Hop) -> dict[str, float]:
         """Return the bandwidth of a link's wire, and of the shared links on top of it."""

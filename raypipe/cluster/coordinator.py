@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from types import MappingProxyType
 from typing import Any
 
 from raypipe.actors.execution.batches import BatchSource
@@ -24,13 +23,14 @@ from raypipe.cluster.stage_actors import SAVING, StageActors
 from raypipe.cluster.states import States, all_states, arguments, by_layer, export_states, exported_layers
 from raypipe.cluster.window import WindowResult
 from raypipe.communication.patterns import Pattern
+from raypipe.communication.ways import Wiring
 from raypipe.config import ClusterConfig, OptimizerConfig, Precision, ScalingConfig, Transport
 from raypipe.schedules.collectives import Start
 from raypipe.schedules.lower import DeviceProgram, Recv
 
 Programs = Mapping[str, Sequence[DeviceProgram]]
 Patterns = Mapping[tuple[int, ...], Pattern]
-_RINGS: Patterns = MappingProxyType({})
+_USUAL = Wiring()
 
 
 class Coordinator:
@@ -46,6 +46,7 @@ class Coordinator:
         self._windows: Counter[str] = Counter()
         self._programs: dict[str, tuple[DeviceProgram, ...]] = {}
         self.patterns: dict[tuple[int, ...], Pattern] = {}  # of sums, by members
+        self._wires: tuple[Mapping[int, int], ...] = ()
         self._epoch = 0
         self._is_closed = False
         self.actors = StageActors(run, slots, stages=stages, scaling=scaling, cluster=cluster)
@@ -117,10 +118,10 @@ class Coordinator:
         sizes = self.actors.ask("building layers", lambda device, actor: actor.build.remote(orders[device]))
         return {layer: size for of_device in sizes.values() for layer, size in of_device.items()}
 
-    def connect(self, programs: Programs, cut: Cut, *, patterns: Patterns = _RINGS) -> None:
-        """Connect the actors and give them the programs, by name and device, and patterns of sums, by members."""
+    def connect(self, programs: Programs, cut: Cut, *, wiring: Wiring = _USUAL) -> None:
+        """Connect the actors and give them the programs, by name and device."""
         self._programs = {name: tuple(of_devices) for name, of_devices in programs.items()}
-        self.patterns = dict(patterns)
+        self.patterns, self._wires = dict(wiring.patterns), wiring.wires
         order, specs, infos = self._connect_order(), self._edge_specs(cut), self.actors.infos
         self.actors.ask(
             "connecting",
@@ -160,6 +161,7 @@ class Coordinator:
             nodes=tuple(info.node_id for info in infos),
             groups=tuple(sorted({item.collective.devices for _, item in items if isinstance(item, Start)})),
             patterns=self.patterns,
+            wires=self._wires,
             store=store,
             prefix=f"{self.run}/{self._epoch}",
             connect_timeout_s=timeout_s,
@@ -252,16 +254,16 @@ class Coordinator:
         *,
         order: BuildOrder,
         programs: Programs,
-        patterns: Patterns = _RINGS,
+        wiring: Wiring = _USUAL,
     ) -> None:
         """Go on with other stages on other devices; layers and optimizer states move through Ray's object stores."""
         self.actors.leaving = frozenset(self.actors.devices) - frozenset(devices)
         states = all_states(self.actors)
         self.actors.assign(devices, stages)
-        self.restore(states, order=order, programs=programs, patterns=patterns)
+        self.restore(states, order=order, programs=programs, wiring=wiring)
         self.actors.leaving = frozenset()
 
-    def restore(self, states: States | Storage | None, *, order: BuildOrder, programs: Programs, patterns: Patterns = _RINGS) -> None:
+    def restore(self, states: States | Storage | None, *, order: BuildOrder, programs: Programs, wiring: Wiring = _USUAL) -> None:
         """Build the assigned stages with the states of layers or those in a checkpoint's folder, or as they begin; and connect them.
 
         Raises:
@@ -277,7 +279,7 @@ class Coordinator:
                 lambda device, actor: actor.import_layers.remote(*arguments(states, needed[device])),
             )
         self._epoch += 1
-        self.connect(programs, order.cut, patterns=patterns)
+        self.connect(programs, order.cut, wiring=wiring)
 
     def replace(self, slots: Mapping[int, DeviceSlot]) -> None:
         """Start new actors in place of lost ones, by number, in these slots."""

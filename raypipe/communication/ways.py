@@ -1,11 +1,27 @@
-"""Which transfers of a device take turns: those whose paths share a bottleneck."""
+"""How what devices send each other goes, and which transfers of a device take turns: those whose paths share a bottleneck."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Hashable, Mapping
+from dataclasses import dataclass, field
 from typing import TypeVar
 
+from raypipe.communication.patterns import Pattern
+
 K = TypeVar("K", bound=Hashable)
+
+
+@dataclass(frozen=True)
+class Wiring:
+    """How the messages and sums of a run go.
+
+    Attributes:
+        patterns: Pattern of each sum, by members; where left out, a ring in their order.
+        wires: For each device, `ways` to the others, so far as they are known; where left out, all are behind the port of its node.
+    """
+
+    patterns: Mapping[tuple[int, ...], Pattern] = field(default_factory=dict)
+    wires: tuple[Mapping[int, int], ...] = ()
 
 
 def ways(resources: Mapping[K, Collection[str]]) -> dict[K, int]:

@@ -364,7 +364,7 @@ class Adaptation:
         strategy.policy.adopt(decision.choice)
         self.record.switch(before, strategy, update=update, reason=decision.text)
         order, programs = self.build_order(), strategy.programs()
-        self.coordinator.move(strategy.devices, strategy.stages, order=order, programs=programs, patterns=self.sums.begin(programs))
+        self.coordinator.move(strategy.devices, strategy.stages, order=order, programs=programs, wiring=self.sums.begin(programs))
         strategy.policy.adopt(decision.choice, took_s=time.perf_counter() - since)
 
     def _notice(self, update: int, text: str) -> None:

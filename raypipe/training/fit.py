@@ -325,7 +325,7 @@ class Fit:
         self.folder.remove_unfinished()
         self.sums = SumAdaptation(strategy, coordinator, self.record, exact=self.config.communication.exact)
         programs = strategy.programs()
-        coordinator.connect(programs, strategy.cut, patterns=self.sums.begin(programs))
+        coordinator.connect(programs, strategy.cut, wiring=self.sums.begin(programs))
         if coordinator.channel_text:
             notice(f"messages between devices: {coordinator.channel_text}")
         self.recovery = Recovery(

@@ -146,7 +146,7 @@ class Recovery:
             actors.assign(self.strategy.devices, self.strategy.stages)
             programs = self.strategy.programs()
             try:
-                self.coordinator.restore(source.states, order=self.build_order(), programs=programs, patterns=self.sums.begin(programs))
+                self.coordinator.restore(source.states, order=self.build_order(), programs=programs, wiring=self.sums.begin(programs))
             except (StateLostError, FormatError) as loss:
                 self.record.notice(f"{source.text} cannot be used: {loss}")
                 actors.rest([])
@@ -231,8 +231,8 @@ class Recovery:
             self.adopt(self._first, update, "all devices are back")
         strategy = self.strategy
         programs = strategy.programs()
-        patterns = self.sums.begin(programs)
-        self.coordinator.move(strategy.devices, strategy.stages, order=self.build_order(), programs=programs, patterns=patterns)
+        wiring = self.sums.begin(programs)
+        self.coordinator.move(strategy.devices, strategy.stages, order=self.build_order(), programs=programs, wiring=wiring)
         self.record.notice(f"update {update}: going on{changes}")
 
     def _sources(self) -> Iterator[Source]:

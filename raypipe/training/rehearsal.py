@@ -19,6 +19,7 @@ from raypipe.artifacts.plan import Plan
 from raypipe.artifacts.trace import Source, Trace
 from raypipe.cluster.discovery import planned_slots
 from raypipe.cluster.node_matching import num_slots
+from raypipe.communication.ways import Wiring
 from raypipe.config import ClusterConfig, OptimizerConfig, ScalingConfig
 from raypipe.errors import ConfigError, PlanError
 from raypipe.models.rehearsing import NUMBER_BYTES, LayerWaits, WaitingOptimizer, layers_per_stage, rehearsing
@@ -119,8 +120,8 @@ def rehearse(
     traces: list[Trace] = []
     with actors as coordinator:
         coordinator.build([scaled.order(device) for device in range(len(plan.devices))])
-        patterns = SumPatterns(scaled.cost, programs, exact=True).patterns
-        coordinator.connect({"rehearse": programs}, scaled.cut, patterns=patterns)
+        wiring = Wiring(SumPatterns(scaled.cost, programs, exact=True).patterns, plan.topology.wires(plan.devices))
+        coordinator.connect({"rehearse": programs}, scaled.cut, wiring=wiring)
         if coordinator.channel_text:
             notice(f"messages between devices: {coordinator.channel_text}")
         for number in range(num_windows + 1):

@@ -9,7 +9,8 @@ from dataclasses import replace
 
 from raypipe.artifacts.plan import Plan
 from raypipe.artifacts.topology import ClusterTopology
-from raypipe.cluster.coordinator import Coordinator, Patterns, Programs
+from raypipe.cluster.coordinator import Coordinator, Programs
+from raypipe.communication.ways import Wiring
 from raypipe.network.estimate import NetworkEstimate
 from raypipe.planning.sum_patterns import SumPatterns
 from raypipe.simulation.plan_cost import plan_cost
@@ -29,10 +30,11 @@ class SumAdaptation:
         self.exact = exact
         self._sums: SumPatterns
 
-    def begin(self, programs: Programs) -> Patterns:
-        """Return the patterns with which the programs of the strategy's plan begin."""
-        self._sums = SumPatterns(plan_cost(self.strategy.plan), itertools.chain(*programs.values()), exact=self.exact)
-        return self._sums.patterns
+    def begin(self, programs: Programs) -> Wiring:
+        """Return how what the programs of the strategy's plan send begins to go."""
+        plan = self.strategy.plan
+        self._sums = SumPatterns(plan_cost(plan), itertools.chain(*programs.values()), exact=self.exact)
+        return Wiring(self._sums.patterns, plan.topology.wires(plan.devices))
 
     def after_window(self, *, update: int) -> None:
         """Choose again after a window."""

@@ -14,6 +14,7 @@ def test_what_leaves_for_other_nodes_takes_turns_and_what_stays_does_not() -> No
         over_tcp=True,
         nodes=("one", "one", "two", "three"),
         patterns={},
+        wires=(),
         groups=(),
         store=StoreAddress("127.0.0.1", 1, Secret.new()),
         prefix="run/0",

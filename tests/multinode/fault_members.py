@@ -226,6 +226,7 @@ class Child:
             nodes=NAMES,
             groups=tuple(sorted({item.collective.devices for _, item in items if isinstance(item, Start)})),
             patterns={},
+            wires=(),
             store=StoreAddress("10.77.0.1", port, SECRET),
             prefix=attempt.prefix,
             connect_timeout_s=20.0,

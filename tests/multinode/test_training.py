@@ -94,6 +94,24 @@ def test_four_stages_on_four_nodes_give_the_losses_of_one_process(
     check_losses(document, one_process)
 
 
+ROWS = """
+import torch
+
+
+def rows():
+    tokens = torch.randint(256, (48, 33), generator=torch.Generator().manual_seed(0))
+    return [{"tokens": row[:-1], "targets": row[1:]} for row in tokens]
+"""
+
+
+def test_readers_on_one_node_give_rows_to_stages_on_others(commands: Driver, config: Path, tmp_path: Path) -> None:
+    (tmp_path / "rows.py").write_text(ROWS)
+    of_rows = {"data__path": '""', "data__train": f"{tmp_path / 'rows.py'}:rows", "data__num_readers": 2}
+    one, _ = train(commands, config, scaling__num_devices=1, **of_rows)
+    four, _ = train(commands, config, scaling__num_devices=4, scaling__cpus_per_device=2, schedule__name="zb-h1", **of_rows)
+    assert four["losses"] == pytest.approx(one["losses"], abs=1e-5)
+
+
 def test_only_devices_of_one_ray_node_share_memory_though_all_nodes_have_one_host(
     commands: Driver, config: Path, one_process: dict[str, Any]
 ) -> None:
