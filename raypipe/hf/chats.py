@@ -7,11 +7,9 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jinja2 import TemplateError  # of torch and of transformers
-
 from raypipe.data.collation import IGNORED
 from raypipe.errors import ConfigError, FormatError
-from raypipe.hf.evaluation import tokenizer_of
+from raypipe.hf.evaluation import tokenizer_of, written
 from raypipe.models.huggingface.source import Source
 
 ASSISTANT = "assistant"
@@ -35,8 +33,8 @@ class Chats:
         revision: Version of the model on the Hub.
 
     Raises:
-        ConfigError: The model has no tokenizer or no template. Reading a row raises it if the template does not take the conversation,
-            if no turn is the assistant's, or if what the assistant says cannot be told from the rest.
+        ConfigError: The model has no tokenizer. Reading a row raises it if there is no template, if it does not take the conversation, if
+            no turn is the assistant's, or if what the assistant says cannot be told from the rest.
         FormatError: A line of the file is no JSON.
     """
 
@@ -50,14 +48,8 @@ class Chats:
         revision: str | None = None,
     ) -> None:
         self._conversations = _lines(conversations) if isinstance(conversations, (str, os.PathLike)) else conversations
-        self._model, self._field = model.removeprefix("hf:"), field
-        self._tokenizer = tokenizer_of(Source(self._model, revision))
-        self._template = template or self._tokenizer.chat_template
-        if not self._template:
-            raise ConfigError(
-                f"hf:{self._model} has no chat template, so it was not trained on conversations; name one with template=..., such as that "
-                "of a model whose turns should look alike"
-            )
+        self._source, self._field, self._template = Source(model.removeprefix("hf:"), revision), field, template
+        self._tokenizer = tokenizer_of(self._source)
 
     def __len__(self) -> int:
         return len(self._conversations)
@@ -70,31 +62,28 @@ class Chats:
                 raise ConfigError(f"conversation {place} has no field {self._field!r}, only {', '.join(conversation)}")
             messages, tools = conversation[self._field], conversation.get("tools")
         messages = list(messages)
-        if not all(isinstance(message, Mapping) and "role" in message for message in messages):
-            raise ConfigError(f"conversation {place} has a message without a role; each is a mapping with role and content")
+        found = self._written(place, messages, tools)
         if not any(message["role"] == ASSISTANT for message in messages):
             raise ConfigError(f"conversation {place} has no turn of the role {ASSISTANT!r}, so there is nothing to learn from it")
-        written = self._written(place, messages, tools)
-        said = written["assistant_masks"] if self._is_marked else self._said(place, messages, tools, written["input_ids"])
-        tokens = list(written["input_ids"])
+        tokens = list(found["input_ids"])
+        said = found["assistant_masks"] if self._is_marked else self._said(place, messages, tools, tokens)
         return {"input_ids": tokens, "labels": [token if mine else IGNORED for token, mine in zip(tokens, said, strict=True)]}
 
     @property
     def _is_marked(self) -> bool:
-        return _MARKED in str(self._template).replace("{%-", "{%")
+        return _MARKED in str(self._template or self._tokenizer.chat_template).replace("{%-", "{%")
 
     def _written(self, place: int, messages: list[Any], tools: Any, *, answering: bool = False) -> Mapping[str, list[int]]:
-        try:
-            found: Mapping[str, list[int]] = self._tokenizer.apply_chat_template(
-                messages,
-                tools=tools,
-                chat_template=self._template,
-                add_generation_prompt=answering,
-                return_dict=True,
-                return_assistant_tokens_mask=self._is_marked and not answering,
-            )
-        except TemplateError as error:
-            raise ConfigError(f"conversation {place} does not suit the chat template of hf:{self._model}: {error}") from error
+        found: Mapping[str, list[int]] = written(
+            self._tokenizer,
+            messages,
+            self._source,
+            what=f"conversation {place}",
+            tools=tools,
+            chat_template=self._template,
+            add_generation_prompt=answering,
+            return_assistant_tokens_mask=self._is_marked and not answering,
+        )
         return found
 
     def _said(self, place: int, messages: list[Any], tools: Any, tokens: Sequence[int]) -> list[bool]:
@@ -107,8 +96,8 @@ class Chats:
             after = list(self._written(place, messages[: turn + 1], tools)["input_ids"])
             if after[: len(before)] != before or list(tokens[: len(after)]) != after:
                 raise ConfigError(
-                    f"conversation {place}: the chat template of hf:{self._model} writes turn {turn} otherwise where others follow, so "
-                    "the tokens of the assistant cannot be told; name a template with {% generation %} around them with template=..."
+                    f"conversation {place}: the chat template of hf:{self._source.path} writes turn {turn} otherwise where others follow, "
+                    "so the tokens of the assistant cannot be told; name a template with {% generation %} around them with template=..."
                 )
             said[len(before) : len(after)] = [True] * (len(after) - len(before))
         return said

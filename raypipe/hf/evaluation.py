@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+from jinja2 import TemplateError  # of torch and of transformers
 
 from raypipe.callbacks import events
 from raypipe.errors import ConfigError
@@ -19,29 +20,43 @@ from raypipe.models.huggingface.model import Described
 from raypipe.models.huggingface.source import Source, library
 
 
-def generate(run: Run | events.Run, prompt: str, *, checkpoint: int | None = None, max_new_tokens: int = 50, **settings: Any) -> str:
-    """Return a text that a trained model begins with `prompt` and goes on with, by transformers' rules.
+def generate(
+    run: Run | events.Run,
+    prompt: str | Sequence[Mapping[str, Any]],
+    *,
+    checkpoint: int | None = None,
+    max_new_tokens: int = 50,
+    **settings: Any,
+) -> str:
+    """Return a text that a trained model begins with `prompt` and goes on with, by transformers' rules; or its answer in a conversation.
 
     From a folder, the model runs in this process. From the `run` that a callback receives, its stages run it: each token then takes a
     forward over the last tokens, as many as the training rows have, since stages keep no keys and values.
 
     Args:
         run: Folder or URI of the run, or what a callback receives.
-        prompt: Beginning of the text.
+        prompt: Beginning of the text; or messages, each with a `role` and a `content`, which the model's chat template writes.
         checkpoint: Number of updates after which the checkpoint was made; left out for the newest. Only for a folder.
         max_new_tokens: Most tokens to add.
         settings: Further arguments of transformers' `generate`, such as `do_sample=True`.
 
     Raises:
-        ConfigError: It is no run of a causal model of Hugging Face, has no such checkpoint, or the model has no tokenizer.
+        ConfigError: It is no run of a causal model of Hugging Face, has no such checkpoint, or the model has no tokenizer, or for messages
+            no chat template.
     """
     model, described = _model_of(run, checkpoint)
     tokenizer = tokenizer_of(described.source)
-    tokens = tokenizer(prompt, return_tensors="pt")
+    if isinstance(prompt, str):
+        tokens, first = tokenizer(prompt, return_tensors="pt"), 0
+    else:
+        tokens = written(
+            tokenizer, list(prompt), described.source, what="the conversation", add_generation_prompt=True, return_tensors="pt"
+        )
+        first = tokens["input_ids"].shape[1]
     cached = {} if isinstance(run, (str, os.PathLike)) else {"use_cache": False}
     with quiet(library()), torch.inference_mode():
-        written = model.generate(**tokens, max_new_tokens=max_new_tokens, **cached, **settings)
-    text: str = tokenizer.decode(written[0], skip_special_tokens=True)
+        found = model.generate(**tokens, max_new_tokens=max_new_tokens, **cached, **settings)
+    text: str = tokenizer.decode(found[0, first:], skip_special_tokens=True)
     return text
 
 
@@ -93,6 +108,32 @@ def _model_of(run: Run | events.Run, checkpoint: int | None) -> tuple[Any, Descr
     if not model.can_generate():
         raise ConfigError(f"hf:{described.source.path} is no causal model, which predicts the next token of a text")
     return model, described
+
+
+def written(tokenizer: Any, messages: list[Any], source: Source, *, what: str, **settings: Any) -> Any:
+    """Return a conversation as the chat template of a model writes it, in tokens.
+
+    Args:
+        tokenizer: That of the model.
+        messages: Mappings with `role` and `content`.
+        source: The model, for errors.
+        what: The conversation, for errors.
+        settings: Arguments of transformers' `apply_chat_template`.
+
+    Raises:
+        ConfigError: There is no template, or it does not take the conversation.
+    """
+    if not (settings.get("chat_template") or tokenizer.chat_template):
+        raise ConfigError(
+            f"hf:{source.path} has no chat template, so it was not trained on conversations; name one with template=..., such as that of a "
+            "model whose turns should look alike"
+        )
+    if not all(isinstance(message, Mapping) and "role" in message for message in messages):
+        raise ConfigError(f"{what} has a message without a role; each is a mapping with role and content")
+    try:
+        return tokenizer.apply_chat_template(messages, return_dict=True, **settings)
+    except TemplateError as error:
+        raise ConfigError(f"{what} does not suit the chat template of hf:{source.path}: {error}") from error
 
 
 def tokenizer_of(source: Source) -> Any:

@@ -65,7 +65,7 @@ def test_tools_are_in_what_the_template_writes(model: str) -> None:
 
 def test_the_template_is_that_of_the_model_if_none_is_named(model: str) -> None:
     with pytest.raises(ConfigError, match=r"hf:.*model has no chat template.* template=\.\.\."):
-        Chats([CHAT], model)
+        Chats([CHAT], model)[0]
     Path(model, "chat_template.jinja").write_text(TURNS, encoding="utf-8")
     assert Chats([CHAT], model)[0]["input_ids"] == TOKENS
 

@@ -64,6 +64,17 @@ def test_text_is_that_of_the_whole_model(source: str, settings: dict[str, Any], 
     assert 1 <= layers.num_calls <= 6
 
 
+def test_messages_get_the_answer_alone(source: str, tmp_path: Path) -> None:
+    run = run_of(source, Layers(unsplit(make_model(f"hf:{source}", {})).eval()), tmp_path)
+    messages = [{"role": "user", "content": "w5 w6 w7"}]
+    with pytest.raises(ConfigError, match=r"hf:.* has no chat template"):
+        raypipe.hf.generate(run, messages, max_new_tokens=6)
+    template = "{% for message in messages %}{{ message.content }}{% endfor %}{% if add_generation_prompt %}{{ ' w8' }}{% endif %}"
+    Path(source, "chat_template.jinja").write_text(template, encoding="utf-8")
+    whole = raypipe.hf.generate(run, "w5 w6 w7 w8", max_new_tokens=6)
+    assert whole == f"w5 w6 w7 w8 {raypipe.hf.generate(run, messages, max_new_tokens=6)}"
+
+
 def test_a_text_longer_than_the_rows_goes_on_from_its_last_tokens(source: str, tmp_path: Path) -> None:
     layers = Layers(unsplit(make_model(f"hf:{source}", {})).eval())
     tokens = [5 + at % 7 for at in range(LENGTH + 3)]
