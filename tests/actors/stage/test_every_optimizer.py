@@ -75,13 +75,15 @@ def pipeline(model: Model, schedule: Schedule, name: str, *, precision: Precisio
     )
 
 
-def unsplit_losses_and_layers(model: Model, name: str, num_updates: int) -> tuple[list[float], list[list[torch.Tensor]]]:
-    def scaled(weights: list[tuple[str, torch.nn.Parameter]]) -> torch.optim.Optimizer:
-        optimizer = build_optimizer(OPTIMIZERS[name], weights)
-        for group in optimizer.param_groups:
-            group["lr"] = RATE * group.get("learning_rate_factor", 1.0)
-        return optimizer
+def scaled(name: str, weights: list[tuple[str, torch.nn.Parameter]]) -> torch.optim.Optimizer:
+    """The optimizer at the rate of the runs."""
+    optimizer = build_optimizer(OPTIMIZERS[name], weights)
+    for group in optimizer.param_groups:
+        group["lr"] = RATE * group.get("learning_rate_factor", 1.0)
+    return optimizer
 
+
+def unsplit_losses_and_layers(model: Model, name: str, num_updates: int) -> tuple[list[float], list[list[torch.Tensor]]]:
     trained = train_unsplit(
         model,
         RandomRows(),
@@ -89,7 +91,7 @@ def unsplit_losses_and_layers(model: Model, name: str, num_updates: int) -> tupl
         num_microbatches=NUM_MICROBATCHES,
         learning_rate=RATE,
         max_grad_norm=0.5,
-        optimizer=scaled,
+        optimizer=partial(scaled, name),
     )
     return trained.losses, trained.layers
 
@@ -134,37 +136,31 @@ def test_an_asynchronous_pipeline_with_divided_state_equals_the_interpreter(name
 
 
 @pytest.mark.parametrize("precision", [Precision.BF16_MIXED, Precision.BF16])
-@pytest.mark.parametrize("name", ["nadamw", "sgd", "adafactor", "own class"])
+@every_optimizer
 def test_in_low_precision_a_pipeline_equals_the_unsplit_model(name: str, precision: Precision) -> None:
     model = mlp(num_layers=4)
     run = pipeline(model, build("1f1b", ScheduleRequest(4, NUM_MICROBATCHES, NUM_UPDATES)), name, precision=precision)
     losses = mean_losses(run.run_window(), num_microbatches=NUM_MICROBATCHES)
-
-    def scaled(weights: list[tuple[str, torch.nn.Parameter]]) -> torch.optim.Optimizer:
-        optimizer = build_optimizer(OPTIMIZERS[name], weights)
-        for group in optimizer.param_groups:
-            group["lr"] = RATE
-        return optimizer
-
     expected = train_low(
         model,
         RandomRows(dtype=torch.float32),
         precision=precision,
         num_updates=NUM_UPDATES,
         num_microbatches=NUM_MICROBATCHES,
-        optimizer=scaled,
+        optimizer=partial(scaled, name),
     )
     assert losses == pytest.approx(expected.losses, abs=1e-5)
     assert furthest(run, expected.layers) < 1e-5
 
 
+@pytest.mark.parametrize("precision", [Precision.BF16_MIXED, Precision.BF16])
 @pytest.mark.parametrize("schedule", ["async-1f1b", "pipedream-2bw"])
-@pytest.mark.parametrize("name", ["nadamw", "muon", "late", "groups"])
-def test_under_autocast_an_asynchronous_pipeline_equals_the_interpreter(name: str, schedule: str) -> None:
+@every_optimizer
+def test_in_low_precision_an_asynchronous_pipeline_equals_the_interpreter(name: str, schedule: str, precision: Precision) -> None:
     order = build(schedule, ScheduleRequest(4, NUM_MICROBATCHES, NUM_UPDATES))
     model = mlp(num_layers=4)
     rows = RandomRows(dtype=torch.float32)
-    run = pipeline(model, order, name, precision=Precision.BF16_MIXED)
+    run = pipeline(model, order, name, precision=precision)
     run.run_window()
     by_hand = LowHandPipeline(model, order, rows, learning_rate=RATE, optimizer=optimizer_of(name))
     by_hand.run()
