@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from moto.server import ThreadedMotoServer
 
 from raypipe.actors.execution.faults import FaultKind, FaultScript
 from raypipe.actors.stage.checkpoint import Checkpoint
@@ -108,9 +109,8 @@ def test_weights_that_became_no_numbers_are_not_the_newest_checkpoint(tmp_path: 
 @pytest.fixture
 def bucket(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[str]:
     """A URI of a bucket that a server on this machine keeps in memory."""
-    server_module = pytest.importorskip("moto.server", reason="pip install 'moto[server]' for a store of objects")
     fs = pytest.importorskip("pyarrow.fs")
-    server = server_module.ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
     server.start()
     try:
         host, port = server.get_host_and_port()
