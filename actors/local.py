@@ -55,7 +55,8 @@ class LocalPipeline:
         self.batches = batches
         self.placement = placement
         self.programs = executable_programs(schedule, placement, buckets)
-        self._evaluations: dict[Schedule, tuple[DeviceProgram, ...]] = {}
+        self._buckets = buckets
+        self._others: dict[Schedule, tuple[DeviceProgram, ...]] = {}
         self.num_windows = 0
         self.num_updates = 0
         stages_of = [sorted({op.stage for op, place in schedule.ops() if place.worker == program.worker}) for program in self.programs]
@@ -86,24 +87,32 @@ class LocalPipeline:
             for program, on_device in zip(self.programs, self.weights, strict=True)
         ]
 
-    def run_window(self) -> list[WindowReport]:
-        """Run the next window; return one report per device."""
-        reports = self._run(self.programs, Window(number=self.num_windows, first_update=self.num_updates, batches=self.batches))
+    def run_window(self, schedule: Schedule | None = None) -> list[WindowReport]:
+        """Run the next window, by default that of the pipeline's schedule; return one report per device.
+
+        Args:
+            schedule: The same schedule for another number of updates.
+        """
+        programs = self.programs if schedule is None else self._programs_of(schedule)
+        reports = self._run(programs, Window(number=self.num_windows, first_update=self.num_updates, batches=self.batches))
         self.num_windows += 1
-        self.num_updates += self.programs[0].num_updates
+        self.num_updates += programs[0].num_updates
         return reports
 
     def evaluate(self, schedule: Schedule, *, batches: BatchSource, keep_outputs: bool = False) -> list[WindowReport]:
         """Run a forward-only schedule over other rows."""
         window = Window(number=self.num_windows, first_update=0, batches=batches, keep_outputs=keep_outputs)
-        if schedule not in self._evaluations:  # executors keep what they work out for each program
-            self._evaluations[schedule] = executable_programs(schedule, self.placement)
-        return self._run(self._evaluations[schedule], window)
+        return self._run(self._programs_of(schedule), window)
 
     def close(self) -> None:
         """End the threads of devices that are GPUs."""
         for executor in self.executors:
             executor.close()
+
+    def _programs_of(self, schedule: Schedule) -> tuple[DeviceProgram, ...]:
+        if schedule not in self._others:  # executors keep what they work out for each program
+            self._others[schedule] = executable_programs(schedule, self.placement, self._buckets)
+        return self._others[schedule]
 
     def _run(self, what: Sequence[DeviceProgram], window: Window) -> list[WindowReport]:
         def one(executor: Executor, program: DeviceProgram) -> WindowReport:

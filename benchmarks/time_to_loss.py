@@ -25,6 +25,7 @@ import argparse
 import sys
 import time
 from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
 
 from convergence_runs import OPTIMIZERS
@@ -79,10 +80,10 @@ class Cells:
         """Whether no further cell is begun."""
         return time.monotonic() > self.end_s
 
-    def curve(self, optimizer: str, rate: float, seed: int, delays: str) -> None:
+    def curve(self, optimizer: str, rate: float, seed: int, delays: str, synchronous_updates: int = 0) -> None:
         """Compute a curve, if there is time and none is there."""
         optimizer = without_corrections(optimizer) if delays == self.without else optimizer
-        key = LossKey(self.task, optimizer, rate, self.options.updates, seed, delays)
+        key = LossKey(self.task, optimizer, rate, self.options.updates, seed, delays, synchronous_updates)
         if self.is_over or self.store.get("losses", str(key)) is not None:
             return
         since_s = time.process_time()
@@ -112,17 +113,18 @@ class Cells:
         for rate in self.options.rates:
             for optimizer in self.options.optimizers:
                 self.curve(optimizer, rate, 0, self.without)
-        late = [each for each in SCHEDULED if not each.is_synchronous and str(each) in (self.options.cases or map(str, SCHEDULED))]
+        wanted = self.options.cases
+        late = [each for each in SCHEDULED if not each.is_synchronous and (wanted is None or str(each) in wanted)]
         for seed in self.options.seeds:
             for optimizer in self.options.optimizers:
                 rate = self.found.best_rate(self.task, optimizer)
                 if rate is not None:
                     self.curve(optimizer, rate, seed, self.without)
             for scheduled in sorted(late, key=informative):
-                for optimizer in self.options.optimizers:
+                for optimizer, start in product(self.options.optimizers, self.options.synchronous):
                     rate = self.found.best_rate(self.task, optimizer)
                     if rate is not None and not self.is_over and (digest := self.digest(scheduled)) is not None:
-                        self.curve(optimizer, rate, seed, digest)
+                        self.curve(optimizer, rate, seed, digest, start)
 
 
 def parsed() -> argparse.Namespace:
@@ -131,7 +133,8 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--optimizers", nargs="+", choices=list(OPTIMIZERS), default=["muon-nadamw", "nadamw90"])
     parser.add_argument("--rates", nargs="+", type=float, default=list(FIRST_RATES), help="of the synchronous schedule")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0])
-    parser.add_argument("--cases", nargs="+", metavar="SCHEDULE", help="asynchronous schedules such as 'amdp K=4'; left out: all")
+    parser.add_argument("--cases", nargs="*", metavar="SCHEDULE", help="asynchronous schedules such as 'amdp K=4'; left out: all")
+    parser.add_argument("--synchronous", nargs="+", type=int, default=[0], metavar="UPDATES", help="`schedule.synchronous_updates`")
     parser.add_argument("--halves", nargs="+", choices=["seconds", "losses"], default=["seconds", "losses"])
     parser.add_argument("--updates", type=int, default=NUM_UPDATES)
     parser.add_argument("--budget", type=float, metavar="MINUTES", help="begin no cell later")

@@ -6,7 +6,8 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from statistics import fmean
+from itertools import islice
+from statistics import fmean, stdev
 from typing import Any
 
 from curves import Curve, Panel, draw
@@ -28,11 +29,14 @@ class Found:
     def curves(self, task: str, optimizer: str, num_updates: int | None = None) -> list[dict[str, Any]]:
         """Return the curves of a task and optimizer."""
         wanted = {"task": task, "optimizer": optimizer, "num_updates": num_updates or self.num_updates}
-        return [cell for cell in self.store.all("losses").values() if wanted.items() <= cell.items()]
+        cells = ({"synchronous_updates": 0} | cell for cell in self.store.all("losses").values())
+        return [cell for cell in cells if wanted.items() <= cell.items()]
 
-    def losses(self, task: str, optimizer: str, rate: float, delays: str, num_updates: int | None = None) -> dict[int, float]:
-        """Return the last validation loss of each seed."""
-        wanted = {"learning_rate": rate, "delays": delays}
+    def losses(
+        self, task: str, optimizer: str, rate: float, delays: str, start: int = 0, *, num_updates: int | None = None
+    ) -> dict[int, float]:
+        """Return the last validation loss of each seed; `start` is the number of synchronous updates."""
+        wanted = {"learning_rate": rate, "delays": delays, "synchronous_updates": start}
         if delays == synchronous_delays(self.store, task):
             optimizer = without_corrections(optimizer)
         return {cell["seed"]: last(cell) for cell in self.curves(task, optimizer, num_updates) if wanted.items() <= cell.items()}
@@ -57,13 +61,24 @@ class Found:
         keys = {each: f"{task}-{layers_of}-{str(each).replace(' ', '-')}" for each in SCHEDULED}
         return {each: self._seconds[key] for each, key in keys.items() if key in self._seconds}
 
-    def more_updates(self, task: str, optimizer: str, delays: str) -> float | None:
+    def starts(self, task: str, optimizer: str, delays: str) -> list[int]:
+        """Return the numbers of synchronous updates of the late curves with these delays, at the best rate."""
+        rate = self.best_rate(task, optimizer)
+        curves = [cell for cell in self.curves(task, optimizer) if (cell["learning_rate"], cell["delays"]) == (rate, delays)]
+        return sorted({cell["synchronous_updates"] for cell in curves})
+
+    def mean_update_s(self, cell: dict[str, Any], start: int) -> float:
+        """Return the mean seconds of an update of a run whose first `start` updates are drained."""
+        late = self.num_updates - start
+        return float(start * cell["drained_s"] + late * cell["update_s"]) / self.num_updates
+
+    def more_updates(self, task: str, optimizer: str, delays: str, start: int = 0) -> float | None:
         """Return how many times as many updates a late schedule needs for the synchronous loss: exp(difference / b), L = a - b ln N."""
         rate, without = self.best_rate(task, optimizer), synchronous_delays(self.store, task)
         if rate is None:
             return None
-        late, on_time = (self.losses(task, optimizer, rate, each) for each in (delays, without))
-        half = self.losses(task, optimizer, rate, without, self.num_updates // 2)
+        late, on_time = self.losses(task, optimizer, rate, delays, start), self.losses(task, optimizer, rate, without)
+        half = self.losses(task, optimizer, rate, without, num_updates=self.num_updates // 2)
         seeds = late.keys() & on_time.keys()
         if not seeds or 0 not in half or 0 not in on_time:
             return None
@@ -119,18 +134,20 @@ def _losses(found: Found, task: str) -> Rows:
     for optimizer in found.optimizers(task):
         curves = found.curves(task, optimizer)
         best = found.best_rate(task, optimizer)
-        keys = {(cell["learning_rate"], cell["delays"]) for cell in curves}
-        for rate, delays in sorted(keys, key=lambda key: (key[0], key[1] != without)):
-            losses, on_time = (found.losses(task, optimizer, rate, each) for each in (delays, without))
+        keys = {(cell["learning_rate"], cell["delays"], cell["synchronous_updates"]) for cell in curves}
+        for rate, delays, start in sorted(keys, key=lambda key: (key[0], key[1] != without, key)):
+            losses, on_time = found.losses(task, optimizer, rate, delays, start), found.losses(task, optimizer, rate, without)
             differences = [losses[seed] / on_time[seed] - 1 for seed in sorted(losses.keys() & on_time.keys())]
-            more = found.more_updates(task, optimizer, delays) if rate == best else None
+            spread = f" +-{stdev(differences):.2%}" if len(differences) > 1 else ""
+            more = found.more_updates(task, optimizer, delays, start) if rate == best else None
             rows.append({
                 "optimizer": optimizer,
                 "rate": f"{rate:g}" + (" *" if rate == best else ""),
                 "delays of": ", ".join(map(str, _named(found, task, delays))) or "synchronous",
                 "mean delay": f"{delays_of(found.store.folder, delays).mean_delay:.3f}",
+                "on time": f"{start} of {found.num_updates}" if delays != without else "",
                 "losses by seed": " ".join(f"{losses[seed]:.4f}" for seed in sorted(losses)),
-                "over synchronous": f"{fmean(differences):+.2%}" if differences and delays != without else "",
+                "over synchronous": f"{fmean(differences):+.2%}{spread}" if differences and delays != without else "",
                 "updates, times": f"{more:.3f}" if more is not None and delays != without else "",
             })
     return rows
@@ -145,25 +162,51 @@ def _is_of(key: str, task: str, scheduled: Scheduled) -> bool:
     return key.startswith(f"{task}-") and key.endswith(f"-{str(scheduled).replace(' ', '-')}")
 
 
-def _sooner(found: Found, task: str, optimizer: str, layers_of: str) -> Rows:
+@dataclass(frozen=True)
+class _Late:
+    """An asynchronous schedule with an optimizer and a number of synchronous updates, beside the fastest synchronous schedule.
+
+    Attributes:
+        faster: Times as fast as that one in a mean update.
+        more: Times as many updates to the same loss.
+    """
+
+    scheduled: Scheduled
+    optimizer: str
+    start: int
+    faster: float
+    more: float
+
+    @property
+    def sooner(self) -> float:
+        """Times as soon at the same loss."""
+        return self.faster / self.more
+
+
+def _late(found: Found, task: str, optimizer: str, layers_of: str) -> list[_Late]:
+    """Return what is known of an optimizer, the soonest first."""
     seconds = found.seconds(task, layers_of)
     best = fastest(seconds, synchronous=True)
-    if best is None:
-        return []
     rows = []
     for each, cell in seconds.items():
-        more = None if each.is_synchronous else found.more_updates(task, optimizer, cell["delays"])
-        if more is not None:
-            faster = seconds[best]["update_s"] / cell["update_s"]
-            rows.append((faster / more, each, faster, more))
+        for start in () if each.is_synchronous else found.starts(task, optimizer, cell["delays"]):
+            more = found.more_updates(task, optimizer, cell["delays"], start)
+            if best is not None and more is not None:
+                rows.append(_Late(each, optimizer, start, seconds[best]["update_s"] / found.mean_update_s(cell, start), more))
+    return sorted(rows, key=lambda row: row.sooner, reverse=True)
+
+
+def _sooner(found: Found, task: str, optimizer: str, layers_of: str) -> Rows:
+    best = fastest(found.seconds(task, layers_of), synchronous=True)
     return [
         {
-            "schedule": str(each),
-            f"an update, times as fast as {best}": f"{faster:.3f}",
-            "updates for the same loss, times": f"{more:.3f}",
-            "same loss, times as soon": f"{ratio:.3f}",
+            "schedule": str(late.scheduled),
+            "on time": f"{late.start} of {found.num_updates}",
+            f"an update, times as fast as {best}": f"{late.faster:.3f}",
+            "updates for the same loss, times": f"{late.more:.3f}",
+            "same loss, times as soon": f"{late.sooner:.3f}",
         }
-        for ratio, each, faster, more in sorted(rows, key=lambda row: row[0], reverse=True)
+        for late in _late(found, task, optimizer, layers_of)
     ]
 
 
@@ -171,7 +214,7 @@ def figure(found: Found, tasks: Sequence[str], layers_of: str) -> str:
     """Return the curves of the optimizer with the least synchronous loss over simulated seconds, as SVG."""
     panels = []
     for task in tasks:
-        curves = dict(_drawn(found, task, layers_of))
+        curves = dict(islice(_drawn(found, task, layers_of), 1 + _MOST_DRAWN))
         if curves:
             ends = [y for curve in curves.values() for _, y in curve]
             panels.append(Panel(f"{task}: training loss", "simulated seconds", curves, min(ends), min(ends) * 1.35))
@@ -182,17 +225,24 @@ def _drawn(found: Found, task: str, layers_of: str) -> Iterator[tuple[str, Curve
     seconds, without = found.seconds(task, layers_of), synchronous_delays(found.store, task)
     known = {optimizer: rate for optimizer in found.optimizers(task) if (rate := found.best_rate(task, optimizer)) is not None}
     losses = {optimizer: found.losses(task, optimizer, rate, without).get(0, math.inf) for optimizer, rate in known.items()}
-    if (optimizer := min(losses, key=losses.__getitem__, default=None)) is None or (best := fastest(seconds, synchronous=True)) is None:
+    if (least := min(losses.values(), default=None)) is None or (best := fastest(seconds, synchronous=True)) is None:
         return
-    curves = {
-        cell["delays"]: cell["losses"]
-        for cell in found.curves(task, optimizer)
-        if (cell["learning_rate"], cell["seed"]) == (known[optimizer], 0)
-    }
-    late = [each for each, cell in seconds.items() if not each.is_synchronous and cell["delays"] in curves]
-    for each in [best, *sorted(late, key=lambda one: float(seconds[one]["update_s"]))[:_MOST_DRAWN]]:
-        smooth = _smoothed(curves[without if each.is_synchronous else seconds[each]["delays"]])
-        yield f"{each}, {optimizer}", [(number * seconds[each]["update_s"], loss) for number, loss in smooth]
+    # Corrections change nothing on time, so that several optimizers may share the least loss.
+    optimizers = [optimizer for optimizer, loss in losses.items() if loss == least]
+    late = sorted((row for each in optimizers for row in _late(found, task, each, layers_of)), key=lambda row: row.sooner, reverse=True)
+    (curve,) = _of_seed_0(found, task, without_corrections(optimizers[0]), without, 0)
+    yield f"{best}", [(number * seconds[best]["update_s"], loss) for number, loss in _smoothed(curve)]
+    for row in late:
+        cell = seconds[row.scheduled]
+        for curve in _of_seed_0(found, task, row.optimizer, cell["delays"], row.start)[:1]:
+            name = f"{row.scheduled}, {row.optimizer}, {row.start} updates on time"
+            more_s = row.start * (cell["drained_s"] - cell["update_s"])
+            yield name, [(number * cell["update_s"] + more_s, loss) for number, loss in _smoothed(curve) if number >= row.start]
+
+
+def _of_seed_0(found: Found, task: str, optimizer: str, delays: str, start: int) -> list[list[float]]:
+    wanted = {"learning_rate": found.best_rate(task, optimizer), "seed": 0, "delays": delays, "synchronous_updates": start}
+    return [cell["losses"] for cell in found.curves(task, optimizer) if wanted.items() <= cell.items()]
 
 
 def _smoothed(losses: Sequence[float]) -> list[tuple[int, float]]:

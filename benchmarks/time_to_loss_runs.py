@@ -145,7 +145,12 @@ class Store:
 
 @dataclass(frozen=True)
 class LossKey:
-    """All that a curve depends on, but for the data."""
+    """All that a curve depends on, but for the data.
+
+    Attributes:
+        delays: As `Delays.digest`.
+        synchronous_updates: As in the configuration's `schedule`.
+    """
 
     task: str
     optimizer: str
@@ -153,9 +158,11 @@ class LossKey:
     num_updates: int
     seed: int
     delays: str
+    synchronous_updates: int = 0
 
     def __str__(self) -> str:
-        return f"{self.task}-{self.optimizer}-rate{self.learning_rate:g}-updates{self.num_updates}-seed{self.seed}-{self.delays}"
+        start = f"-synchronous{self.synchronous_updates}" if self.synchronous_updates else ""
+        return f"{self.task}-{self.optimizer}-rate{self.learning_rate:g}-updates{self.num_updates}-seed{self.seed}-{self.delays}{start}"
 
 
 def without_corrections(optimizer: str) -> str:
@@ -164,12 +171,22 @@ def without_corrections(optimizer: str) -> str:
     return next(name for name, recipe in OPTIMIZERS.items() if recipe.optimizer == plain)
 
 
+def window_ends(num_updates: int, synchronous_updates: int) -> list[int]:
+    """Return the updates behind which the pipeline drains: the first ones, and those of `NUM_WINDOWS` equal windows."""
+    size = num_updates // NUM_WINDOWS
+    return sorted({*range(1, synchronous_updates + 1), *range(size, num_updates + 1, size)})
+
+
 def train(key: LossKey, delays: Delays, data: Path) -> dict[str, Any]:
-    """Return the training loss of each update and the validation loss after each window; ends where a loss is no longer a number."""
+    """Return the training loss of each update, and the validation loss behind each of `NUM_WINDOWS` equal parts of the run.
+
+    The run ends where a loss is no longer a number.
+    """
     torch.set_num_threads(1)
     task, recipe = TASKS[key.task], OPTIMIZERS[key.optimizer]
     model, window = task.model(), key.num_updates // NUM_WINDOWS
-    schedule, cut = delays.schedule(window), delays.cut
+    cut, schedules = delays.cut, cache(delays.schedule)
+    schedule = schedules(window)
 
     def rows(split: Split, seed: int) -> BatchSource:
         return task.batches(TokenDataset(data, sequence_length=NUM_POSITIONS, seed=seed, split=split), NUM_ROWS // delays.num_microbatches)
@@ -197,10 +214,14 @@ def train(key: LossKey, delays: Delays, data: Path) -> dict[str, Any]:
     num_held_out = NUM_VALIDATION_ROWS * delays.num_microbatches // NUM_ROWS
     losses: list[float] = []
     validation: dict[int, float] = {}
-    while len(losses) < key.num_updates and all(map(math.isfinite, losses)):
-        losses += mean_losses(pipeline.run_window(), num_microbatches=delays.num_microbatches)
-        reports = pipeline.evaluate(evaluation(schedule, num_microbatches=num_held_out), batches=held_out)
-        (validation[len(losses)],) = mean_losses(reports, num_microbatches=num_held_out)
+    for first, end in pairwise([0, *window_ends(key.num_updates, key.synchronous_updates)]):
+        losses += mean_losses(pipeline.run_window(schedules(end - first)), num_microbatches=delays.num_microbatches)
+        if not all(map(math.isfinite, losses)):
+            validation[end] = math.inf
+            break
+        if end % window == 0:
+            reports = pipeline.evaluate(evaluation(schedule, num_microbatches=num_held_out), batches=held_out)
+            (validation[end],) = mean_losses(reports, num_microbatches=num_held_out)
     return {
         "losses": [round(loss, 5) for loss in losses],
         "validation": {str(update): round(loss, 5) for update, loss in validation.items()},
@@ -238,11 +259,13 @@ class Timed:
 
     Attributes:
         sizes: Layers of each stage.
+        drained_s: Seconds of an update behind which the pipeline drains.
         delays: As `Delays.digest`.
     """
 
     sizes: tuple[int, ...]
     update_s: float
+    drained_s: float
     bubble: float
     delays: str
 
@@ -271,12 +294,13 @@ def simulated(store: Store, task: str, optimizer: str, scheduled: Scheduled, dat
         cell = {
             "sizes": sizes,
             "update_s": timing.steady_update_s,
+            "drained_s": timed(scheduled.case, problem, SCOPE, cuts, 1)[1].makespan_s,
             "bubble": 1 - busy_s / timing.steady_update_s,
             "delays": delays.digest,
         }
         store.put("seconds", key, cell)
         _keep(store, delays)
-    return Timed(tuple(cell["sizes"]), cell["update_s"], cell["bubble"], cell["delays"])
+    return Timed(tuple(cell["sizes"]), cell["update_s"], cell["drained_s"], cell["bubble"], cell["delays"])
 
 
 def is_simulated(store: Store, task: str, optimizer: str, scheduled: Scheduled) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -9,17 +10,19 @@ import pytest
 import torch
 from in_turn import in_turn
 from same_delays import Delays
+from time_to_loss_runs import window_ends
 
 from raypipe.actors.execution.report import mean_losses
 from raypipe.actors.local import LocalPipeline
 from raypipe.actors.stage.optimizers import build_optimizer
 from raypipe.artifacts.cut import Cut
-from raypipe.config import OptimizerConfig
+from raypipe.config import DataConfig, ModelConfig, OptimizerConfig, RunConfig, ScheduleConfig, TrainConfig
 from raypipe.model import Batch
 from raypipe.models.mlp import mlp
 from raypipe.schedules.catalogue import build
 from raypipe.schedules.ir import Op, OpKind, Schedule, UpdateScope, reads
 from raypipe.schedules.request import ScheduleRequest
+from raypipe.training.window_sizes import window_size
 
 NUM_DEVICES, NUM_ROWS, NUM_UPDATES, WIDTH = 8, 16, 9, 8
 OPTIMIZER = OptimizerConfig(name="muon", gradient_correction=0.5, learning_rate=2e-2, warmup_updates=2, max_grad_norm=0.5)
@@ -41,7 +44,7 @@ class Rows:
         return {"inputs": inputs[first:end], "targets": inputs.flip(1)[first:end]}
 
 
-def losses(schedule: Schedule, cut: Cut) -> list[float]:
+def pipeline_of(schedule: Schedule, cut: Cut) -> LocalPipeline:
     model = mlp(num_layers=len([layer for layers in cut.stages for layer in layers]), width=WIDTH, dtype="float64")
     pipeline = LocalPipeline(
         model,
@@ -53,7 +56,17 @@ def losses(schedule: Schedule, cut: Cut) -> list[float]:
         seed=0,
         max_grad_norm=OPTIMIZER.max_grad_norm,
     )
-    return mean_losses(in_turn(pipeline).run_window(), num_microbatches=schedule.num_microbatches)
+    return in_turn(pipeline)
+
+
+def losses(schedule: Schedule, cut: Cut) -> list[float]:
+    return mean_losses(pipeline_of(schedule, cut).run_window(), num_microbatches=schedule.num_microbatches)
+
+
+def losses_by_window(build_window: Callable[[int], Schedule], cut: Cut, sizes: Sequence[int]) -> list[float]:
+    pipeline = pipeline_of(build_window(sizes[-1]), cut)
+    windows = [build_window(size) for size in sizes]
+    return [loss for window in windows for loss in mean_losses(pipeline.run_window(window), num_microbatches=window.num_microbatches)]
 
 
 def order(name: str, num_microbatches: int, num_updates: int = NUM_UPDATES) -> Schedule:
@@ -72,6 +85,35 @@ def test_one_worker_has_the_losses_of_eight_devices(name: str, num_microbatches:
     assert delays.num_microbatches <= num_microbatches
     assert there == pytest.approx(losses(delays.schedule(NUM_UPDATES), delays.cut), rel=1e-9)
     assert there != pytest.approx(losses(order("1f1b", 8), cut), rel=1e-6), "delays change the losses, or the test says nothing"
+
+
+@pytest.mark.parametrize(("name", "num_microbatches"), CASES)
+def test_one_worker_has_the_losses_of_eight_devices_behind_a_start_on_time(name: str, num_microbatches: int) -> None:
+    """Each of the first updates is a window, as `schedule.synchronous_updates` makes it."""
+    cut, start = chain([2, 1, 1, 1, 1, 1, 1, 2]), 3
+    delays = Delays.of(order(name, num_microbatches), cut)
+    sizes = [1] * start + [NUM_UPDATES - start]
+    there = losses_by_window(partial(order, name, num_microbatches), cut, sizes)
+    assert there == pytest.approx(losses_by_window(delays.schedule, delays.cut, sizes), rel=1e-9)
+    on_time = losses(order("1f1b", 8), cut)
+    # The first update of the window behind them has nothing late either.
+    assert there[: start + 1] == pytest.approx(on_time[: start + 1], rel=1e-9)
+    assert there[start + 2 :] != pytest.approx(on_time[start + 2 :], rel=1e-6)
+
+
+@pytest.mark.parametrize("synchronous_updates", [0, 1, 5, 30, 60, 70, 120])
+def test_curves_drain_where_a_run_drains(synchronous_updates: int) -> None:
+    schedule = ScheduleConfig(updates_per_window=60, synchronous_updates=synchronous_updates)
+    config = TrainConfig(
+        model=ModelConfig(function="raypipe.models.gpt:gpt"),
+        data=DataConfig(path="tokens.parquet"),
+        run=RunConfig(num_updates=120, evaluate_every=60),
+        schedule=schedule,
+    )
+    ends = [0]
+    while ends[-1] < 120:
+        ends.append(ends[-1] + window_size(config, ends[-1]))
+    assert window_ends(120, synchronous_updates) == ends[1:]
 
 
 def test_synchronous_orders_have_one_table_and_one_curve() -> None:
