@@ -1,11 +1,12 @@
-"""How many more updates late gradients take to the same loss, from finished runs: the points of `raypipe.planning.staleness_cost`.
+"""How many more updates late gradients take to the same loss, from finished runs: what `raypipe.planning.staleness_cost` holds.
 
     python benchmarks/staleness_cost.py
 
-Runs of `convergence.py` (NAdamW, 500 updates at its best rate, three seeds) and of `late_gradients.py` (Muon beside NAdamW with the
-gradient correction, 300 updates at 0.004, one seed). Near its end a synchronous run of N updates has the loss L = a - b ln N, with b from
-its last two evaluations. A schedule that ends higher by d needs exp(d / b) times as many updates. (Between synchronous runs of 60 and
-120 updates b is 0.43, and 0.40 within the longer one: `gpt-muon-nadamw-rate0.016-*` in results/time-to-loss.)
+Runs of `convergence.py` (NAdamW, 500 updates at its best rate, three seeds) and of `time_to_loss.py` (Muon beside NAdamW with the gradient
+correction, 120 updates at its best rate). A synchronous run of N updates has the loss L = a - b ln N, with b from its last two evaluations
+(`convergence.py`), or from runs of half the updates (`time_to_loss.py`). A schedule that ends higher by d needs exp(d / b) times as many
+updates. Where the first fifth of the updates of `time_to_loss.py`, which is the warm-up of the rate, is on time, a part of d is left: the
+sum of the differences over the sum of those without that start, over all schedules and seeds that were run with and without it.
 """
 
 from __future__ import annotations
@@ -13,51 +14,34 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from statistics import fmean
 
 from convergence_runs import CASES, SYNCHRONOUS, WINDOW, Row, Run, final_loss, read
 from rounds import print_table
+from time_to_loss import LAYERS_OF
+from time_to_loss_report import Found
+from time_to_loss_runs import Store, delays_of, synchronous_delays
 
 from raypipe.schedules.metrics import metrics
 
 RESULTS = Path(__file__).parent / "results"
 
 
-@dataclass(frozen=True)
-class Source:
-    """Finished runs of one optimizer at one rate.
-
-    Attributes:
-        synchronous: Optimizer of the synchronous runs; corrections are for late gradients.
-        late: Optimizer of the others.
-    """
-
-    folder: str
-    synchronous: str
-    late: str
-    num_updates: int
-    learning_rate: float
-    seeds: Sequence[int]
-    cases: Sequence[str]
-
-    def rows(self, optimizer: str, case: str, seed: int) -> list[Row]:
-        """Return the rows of a run."""
-        return read(Run("gpt", optimizer, case, self.num_updates, self.learning_rate, seed).path(RESULTS / self.folder))
+OPTIMIZER, NUM_UPDATES, RATE, SEEDS = "nadamw90", 500, 8e-3, (0, 1, 2)
+"""Of the runs of `convergence.py`."""
+LATE = ("amdp-auto-k8", "async-1f1b-m16", "amdp-k8", "amdp-k4", "async-1f1b", "pipedream-2bw")
+FOUND = Found(Store(RESULTS / "time-to-loss"), 120)
+START = 24
+"""Updates on time."""
+RECIPES = {"nadamw": "nadamw90", "muon": "muon-nadamw-corrected"}
+"""Of the runs of `time_to_loss.py`."""
 
 
-SOURCES = {
-    "nadamw": Source(
-        "convergence",
-        "nadamw90",
-        "nadamw90",
-        500,
-        8e-3,
-        (0, 1, 2),
-        ("amdp-auto-k8", "async-1f1b-m16", "amdp-k8", "amdp-k4", "async-1f1b", "pipedream-2bw"),
-    ),
-    "muon": Source("late-gradients", "muon", "muon-nadamw-corrected", 300, 4e-3, (0,), ("pipedream-2bw",)),
-}
+def rows(case: str, seed: int) -> list[Row]:
+    """Return the rows of a run of `convergence.py`."""
+    return read(Run("gpt", OPTIMIZER, case, NUM_UPDATES, RATE, seed).path(RESULTS / "convergence"))
 
 
 @dataclass(frozen=True)
@@ -77,21 +61,57 @@ def slope(rows: Sequence[Row]) -> float:
 
 
 def points(optimizer: str) -> Iterator[Point]:
-    """Yield what is known of an optimizer, by rising mean delay."""
-    source = SOURCES[optimizer]
-    on_time = {seed: source.rows(source.synchronous, SYNCHRONOUS, seed) for seed in source.seeds}
-    falls = fmean(map(slope, on_time.values()))
-    found = []
-    for case in source.cases:
-        more_loss = fmean(final_loss(source.rows(source.late, case, seed)) - final_loss(rows) for seed, rows in on_time.items())
-        found.append(Point(case, metrics(CASES[case].build(WINDOW)).mean_delay, more_loss, math.exp(more_loss / falls)))
+    """Yield what is known of an optimizer where all updates are late, by rising mean delay."""
+    found = _of_nadamw() if optimizer == "nadamw" else _of_time_to_loss(RECIPES[optimizer])
     yield from sorted(found, key=lambda point: point.mean_delay)
+
+
+def _of_nadamw() -> Iterator[Point]:
+    on_time = {seed: rows(SYNCHRONOUS, seed) for seed in SEEDS}
+    falls = fmean(map(slope, on_time.values()))
+    for case in LATE:
+        more_loss = fmean(final_loss(rows(case, seed)) - final_loss(synchronous) for seed, synchronous in on_time.items())
+        yield Point(case, metrics(CASES[case].build(WINDOW)).mean_delay, more_loss, math.exp(more_loss / falls))
+
+
+def _of_time_to_loss(optimizer: str) -> Iterator[Point]:
+    rate = FOUND.best_rate("gpt", optimizer)
+    assert rate is not None, "there are synchronous runs"
+    for case, delays in late_delays(optimizer).items():
+        more = FOUND.more_updates("gpt", optimizer, delays)
+        if more is not None:
+            more_loss = fmean(differences(optimizer, rate, delays, 0).values())
+            yield Point(case, delays_of(FOUND.store.folder, delays).mean_delay, more_loss, more)
+
+
+def late_delays(optimizer: str) -> dict[str, str]:
+    """Return the digests of the delays with curves, by the name of a schedule that has them."""
+    there = {cell["delays"] for cell in FOUND.curves("gpt", optimizer)} - {synchronous_delays(FOUND.store, "gpt")}
+    named = {cell["delays"]: str(each) for each, cell in reversed(FOUND.seconds("gpt", LAYERS_OF).items())}
+    return {named[digest]: digest for digest in sorted(there)}
+
+
+def differences(optimizer: str, rate: float, delays: str, start: int) -> dict[int, float]:
+    """Return by how much runs with late gradients end above synchronous ones, by seed."""
+    late = FOUND.losses("gpt", optimizer, rate, delays, start)
+    on_time = FOUND.losses("gpt", optimizer, rate, synchronous_delays(FOUND.store, "gpt"))
+    return {seed: late[seed] - on_time[seed] for seed in late.keys() & on_time.keys()}
+
+
+def left_by_start(optimizer: str) -> float:
+    """Return the part of the loss by late gradients that a start on time leaves, over all rates."""
+    name, pairs = RECIPES[optimizer], []
+    rates = sorted({cell["learning_rate"] for cell in FOUND.curves("gpt", name)})
+    for delays, rate in product(late_delays(name).values(), rates):
+        without, behind = (differences(name, rate, delays, start) for start in (0, START))
+        pairs += [(without[seed], behind[seed]) for seed in without.keys() & behind.keys()]
+    return sum(behind for _, behind in pairs) / sum(without for without, _ in pairs)
 
 
 def main() -> None:
     """Print the points of each optimizer."""
-    for optimizer in SOURCES:
-        rows = [
+    for optimizer in RECIPES:
+        shown = [
             {
                 "schedule": point.case,
                 "mean delay": f"{point.mean_delay:.2f}",
@@ -100,7 +120,8 @@ def main() -> None:
             }
             for point in points(optimizer)
         ]
-        print_table(f"{optimizer}: to the loss without late gradients", rows)
+        print_table(f"{optimizer}: to the loss without late gradients", shown)
+        print(f"{optimizer}: with a start on time, {left_by_start(optimizer):.2f} of the loss by late gradients is left\n")
 
 
 if __name__ == "__main__":

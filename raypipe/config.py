@@ -365,6 +365,11 @@ class TrainConfig:
         except ScheduleError as error:
             raise invalid(self, "schedule", str(error)) from None
 
+    @property
+    def synchronous_share(self) -> float:
+        """Share of the run's updates behind each of which the pipeline drains, at its start."""
+        return min(self.schedule.synchronous_updates / self.run.num_updates, 1.0)
+
     @classmethod
     def load(cls, path: str | os.PathLike[str], *, overrides: Sequence[str] = ()) -> TrainConfig:
         """Return the configuration in a YAML file, with some values replaced.

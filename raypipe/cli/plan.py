@@ -15,6 +15,7 @@ from raypipe.analysis.slack import StageCommunication, stage_communication
 from raypipe.artifacts.plan import Plan
 from raypipe.artifacts.profile import ModelProfile
 from raypipe.artifacts.topology import ClusterTopology
+from raypipe.artifacts.trace import Trace
 from raypipe.cli.explain import Explanation
 from raypipe.cli.interruption import EXIT_INTERRUPTED, Interruption
 from raypipe.cli.options import COUNT, FiniteRange, check_output, example, json_option
@@ -24,7 +25,7 @@ from raypipe.planning import plan as planning
 from raypipe.planning.evaluator import Evaluation, OnEvaluated
 from raypipe.planning.extrapolation import MOST_EXACT
 from raypipe.planning.planners import AUTO, PLANNERS
-from raypipe.planning.staleness_cost import both_halves, stand_in
+from raypipe.planning.staleness_cost import both_halves, drain_s, stand_in
 from raypipe.schedules.metrics import metrics
 from raypipe.show.console import progress_console
 from raypipe.show.report import Figure, Report, rows_table
@@ -80,6 +81,13 @@ _QUICK = 0.05
     "nadamw.  [default: by seconds of an update]",
 )
 @click.option(
+    "--synchronous-share",
+    type=click.FloatRange(0, 1),
+    default=0.0,
+    help="Share of the run's updates, at its start, that are drained (schedule.synchronous_updates over run.num_updates); counts with "
+    "--optimizer.",
+)
+@click.option(
     "--updates-per-window",
     type=COUNT,
     default=10,
@@ -122,6 +130,7 @@ def plan(
     max_mismatch: int | None,
     max_mean_staleness: float | None,
     optimizer: str | None,
+    synchronous_share: float,
     updates_per_window: int,
     recompute: bool,
     effort: float,
@@ -145,6 +154,7 @@ def plan(
         max_mismatch=max_mismatch,
         max_mean_staleness=max_mean_staleness,
         optimizer=optimizer,
+        synchronous_share=synchronous_share,
         updates_per_window=updates_per_window,
         recompute=recompute,
         effort=effort,
@@ -173,8 +183,9 @@ def plan(
         found.save(output)
     # A whole update on very many devices would be simulated for longer than it was planned.
     small = found.schedule.num_microbatches * len(found.devices) <= MOST_EXACT
-    communication = stage_communication(found, simulate(found)) if small else []
-    report = plan_report(found, communication, planning_s=took_s, optimizer=optimizer)
+    trace = simulate(found) if small else None
+    communication = stage_communication(found, trace) if trace else []
+    report = plan_report(found, communication, planning_s=took_s, optimizer=optimizer, synchronous_share=synchronous_share)
     if interrupted():
         notice("interrupted: this is the best plan so far")
         explain = compare = False
@@ -195,7 +206,9 @@ def plan(
         explained = explanation.report().figures if explanation else ()
         print_json(Report(*report.figures, *explained, *compared).document())
         return interrupted.exit_code
-    _print(found, report, communication, optimizer=optimizer)
+    _print(found, report, communication)
+    if optimizer is not None:
+        _print_late(found, trace, optimizer, synchronous_share)
     if explanation:
         explanation.show(console())
     if others:
@@ -236,7 +249,7 @@ def _compared(make: Callable[..., Plan], planner: str, found: Plan) -> Report:
     )
 
 
-def _print(found: Plan, report: Report, communication: Sequence[StageCommunication], *, optimizer: str | None) -> None:
+def _print(found: Plan, report: Report, communication: Sequence[StageCommunication]) -> None:
     screen = console()
     screen.print(
         f"{found.name} on {found.topology.name}: {counted(len(found.stages), 'stage')} on {counted(len(found.devices), 'device')}, "
@@ -251,11 +264,16 @@ def _print(found: Plan, report: Report, communication: Sequence[StageCommunicati
     if figures["idle_devices"]:
         screen.print(f"\nidle: {', '.join(figures['idle_devices'])}")
     screen.print(f"\n{report.sentence()}")
-    if optimizer is not None:
-        if found.schedule.weight_rule.overlaps_updates:
-            screen.print(both_halves(prediction(found).update_s, metrics(found.schedule).mean_delay, optimizer))
-        if line := stand_in(optimizer):
-            screen.print(line)
+
+
+def _print_late(found: Plan, trace: Trace | None, optimizer: str, synchronous_share: float) -> None:
+    if found.schedule.weight_rule.overlaps_updates:
+        count = trace.num_updates if trace else 0
+        more_s = drain_s(trace.makespan_s, trace.steady_update_s, count, count) if trace else None
+        mean_delay = metrics(found.schedule).mean_delay
+        console().print(both_halves(prediction(found).update_s, mean_delay, optimizer, synchronous_share, more_s))
+    if line := stand_in(optimizer):
+        console().print(line)
 
 
 def _print_others(others: Mapping[str, Report]) -> None:

@@ -15,7 +15,7 @@ from raypipe.planning.estimator import Estimator
 from raypipe.planning.layout import Layout
 from raypipe.planning.layout_schedules import ScheduleCache, layout_schedule, window_updates
 from raypipe.planning.problem import Problem
-from raypipe.planning.staleness_cost import more_updates
+from raypipe.planning.staleness_cost import drain_s, more_updates
 from raypipe.schedule_registry import overlaps
 from raypipe.schedules.ir import Schedule
 from raypipe.schedules.lower import lower
@@ -34,6 +34,7 @@ class Evaluation:
         extrapolated_s: Seconds of one update, where `timing` has fewer microbatches, or workers as one device each.
         mean_delay: Updates by which gradients are late on average; 0 where loss does not count.
         more_updates: Number of updates to the same loss over that without late gradients; 1 where loss does not count.
+        synchronous_share: As in `Problem`; 0 where loss does not count.
     """
 
     layout: Layout
@@ -43,6 +44,7 @@ class Evaluation:
     extrapolated_s: float | None = None
     mean_delay: float = 0.0
     more_updates: float = 1.0
+    synchronous_share: float = 0.0
 
     @property
     def update_s(self) -> float:
@@ -53,9 +55,16 @@ class Evaluation:
         return (self.timing.makespan_s + more * self.timing.steady_update_s) / self.num_updates
 
     @property
+    def mean_update_s(self) -> float:
+        """Seconds of one update, averaged over a run whose first updates are drained."""
+        num_simulated = max(len(self.timing.order.updates), 1)
+        more_s = drain_s(self.timing.makespan_s, self.timing.steady_update_s, num_simulated, self.num_updates)
+        return self.update_s + self.synchronous_share * more_s
+
+    @property
     def loss_s(self) -> float:
         """Seconds until the loss that one update without late gradients reaches."""
-        return self.update_s * self.more_updates
+        return self.mean_update_s * self.more_updates
 
     @property
     def devices_per_program(self) -> list[int]:
@@ -192,8 +201,8 @@ class LayoutEvaluator:
         optimizer = self.problem.optimizer
         if optimizer is None:
             return evaluation
-        delay = mean_delay()
-        return replace(evaluation, mean_delay=delay, more_updates=more_updates(optimizer, delay))
+        delay, share = mean_delay(), self.problem.synchronous_share
+        return replace(evaluation, mean_delay=delay, more_updates=more_updates(optimizer, delay, share), synchronous_share=share)
 
     def missing_bytes(self, layout: Layout, peaks: Callable[[], Sequence[float]]) -> float:
         """Return the bytes that the fullest device lacks; `peaks`, of each device or worker, is called only where memory is limited."""

@@ -34,6 +34,7 @@ def plan(
     max_mismatch: int | None = None,
     max_mean_staleness: float | None = None,
     optimizer: str | None = None,
+    synchronous_share: float = 0.0,
     updates_per_window: int = 10,
     recompute: bool = True,
     effort: float = 1.0,
@@ -57,6 +58,7 @@ def plan(
         max_mean_staleness: Limit on the staleness averaged over microbatches and stages; `None` for no limit.
         optimizer: Name of the optimizer for whose seconds to the same loss plans are compared: late gradients cost it updates, as
             measured (`raypipe.planning.staleness_cost`); `None` to compare seconds of an update.
+        synchronous_share: Share of the run's updates, at its start, behind each of which the pipeline drains; counts with an `optimizer`.
         updates_per_window: Number of updates between two drains of the pipeline, for schedules whose updates overlap.
         recompute: Whether forwards may run again where memory is short.
         effort: Effort of the search, as a multiple of the usual one.
@@ -82,6 +84,7 @@ def plan(
         max_mismatch=max_mismatch,
         max_mean_staleness=max_mean_staleness,
         optimizer=optimizer,
+        synchronous_share=synchronous_share,
         updates_per_window=updates_per_window,
     )
     budget = SearchBudget.usual(problem, effort=effort)

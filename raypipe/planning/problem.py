@@ -44,9 +44,10 @@ class Problem:
         updates_per_window: Number of updates between two drains, where updates overlap.
         update_scope: What updates wait for; `None` for each schedule's default.
         optimizer: Optimizer for whose seconds to the same loss plans are compared (`staleness_cost`); `None` for seconds of an update.
+        synchronous_share: Share of the run's updates, at its start, behind each of which the pipeline drains.
 
     Raises:
-        PlanError: A count is below 1 or too large to plan, or a limit below 0.
+        PlanError: A count is below 1 or too large to plan, a limit below 0, or a share not from 0 to 1.
     """
 
     profile: ModelProfile
@@ -61,6 +62,7 @@ class Problem:
     updates_per_window: int = 10
     update_scope: UpdateScope | None = None
     optimizer: str | None = None
+    synchronous_share: float = 0.0
     _rows: dict[Devices, tuple[int, ...] | None] = field(default_factory=dict, init=False, repr=False, compare=False)
     _sum_times: dict[Devices | bytes, tuple[SumTime, ...]] = field(default_factory=dict, init=False, repr=False, compare=False)
     _demands: dict[Devices, tuple[tuple[float, float], ...]] = field(default_factory=dict, init=False, repr=False, compare=False)
@@ -74,6 +76,8 @@ class Problem:
                 f"{self.num_microbatches} microbatches on {self.num_devices} devices are {num_ops} forwards and backwards an update, too "
                 f"many to plan; the limit is {_MOST_OPS}. Use fewer and larger microbatches"
             )
+        if not 0 <= self.synchronous_share <= 1:
+            raise PlanError(f"synchronous_share must be from 0 to 1, got {self.synchronous_share}")
         for name in ("max_staleness", "max_mismatch", "max_mean_staleness"):
             if not (getattr(self, name) or 0) >= 0:
                 raise PlanError(f"{name} must be at least 0, got {getattr(self, name)}")

@@ -23,11 +23,16 @@ _BAR = 12
 
 
 def plan_report(
-    plan: Plan, communication: Sequence[StageCommunication] = (), *, planning_s: float | None = None, optimizer: str | None = None
+    plan: Plan,
+    communication: Sequence[StageCommunication] = (),
+    *,
+    planning_s: float | None = None,
+    optimizer: str | None = None,
+    synchronous_share: float = 0.0,
 ) -> Report:
     """Return a plan with its prediction, and the communication of each stage if given; names are JSON keys.
 
-    With an `optimizer`, also what late gradients cost it.
+    With an `optimizer`, also what late gradients cost it where this share of a run's updates, the first ones, is on time.
     """
     predicted = prediction(plan)
     rows = plan.schedule.num_microbatches * plan.microbatch_size
@@ -51,16 +56,16 @@ def plan_report(
         Figure("lower_bound_reason", predicted.lower_bound_reason, "because" if predicted.lower_bound_s else ""),
         Figure("optimality_gap", predicted.optimality_gap, "gap", ratio),
         Figure("peak_memory_bytes", list(predicted.peak_memory_bytes)),
-        *_late(plan, optimizer),
+        *_late(plan, optimizer, synchronous_share),
         *([Figure("planning_s", planning_s, "planned in", seconds)] if planning_s is not None else []),
     )
 
 
-def _late(plan: Plan, optimizer: str | None) -> list[Figure]:
+def _late(plan: Plan, optimizer: str | None, synchronous_share: float) -> list[Figure]:
     if optimizer is None:
         return []
     mean_delay = metrics(plan.schedule).mean_delay
-    return [Figure("mean_staleness", mean_delay), Figure("more_updates", more_updates(optimizer, mean_delay))]
+    return [Figure("mean_staleness", mean_delay), Figure("more_updates", more_updates(optimizer, mean_delay, synchronous_share))]
 
 
 def _islands(plan: Plan) -> list[Figure]:

@@ -289,6 +289,7 @@ class AdaptiveStrategy(Strategy):
             max_mean_staleness=schedule.max_mean_staleness,
             updates_per_window=self.window_sizes[-1],
             optimizer=known_optimizer(config.optimizer),
+            synchronous_share=config.synchronous_share,
             update_scope=schedule.update_scope or (self.schedule.update_scope if self.start else None),
         )
         rows = super().num_validation_microbatches * schedule.microbatch_size

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from raypipe.config import TrainConfig
-from raypipe.planning.staleness_cost import both_halves, known_optimizer
+from raypipe.planning.staleness_cost import both_halves, drain_s, known_optimizer
 from raypipe.schedules.metrics import metrics
 from raypipe.training.checks import late_remedy
 from raypipe.training.run_cluster import Notice
@@ -24,7 +24,9 @@ def announce(config: TrainConfig, strategy: Strategy, *, num_parameters: int, nu
     notice(f"predicted {predicted.update_s:.3f} s per update, bubble {predicted.bubble_ratio:.1%}")
     mean_delay = metrics(schedule).mean_delay
     if schedule.weight_rule.overlaps_updates:
-        notice(both_halves(predicted.update_s, mean_delay, known_optimizer(config.optimizer)))
+        window = strategy.predicted
+        more_s = drain_s(window.makespan_s, window.steady_update_s, window.num_updates, window.num_updates)
+        notice(both_halves(predicted.update_s, mean_delay, known_optimizer(config.optimizer), config.synchronous_share, more_s))
     if config.scaling.shard_optimizer and not is_sharded(schedule):
         notice(f"scaling.shard_optimizer changes nothing: {schedule.name} has each stage on one device only")
     if mean_delay and (remedy := late_remedy(config.optimizer, mean_delay)):

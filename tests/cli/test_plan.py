@@ -101,6 +101,22 @@ def test_a_plan_says_what_stands_for_an_optimizer_that_was_not_measured(
     assert (f"cost '{optimizer}' as many updates as nadamw" in shown) is not is_measured
 
 
+def test_a_plan_says_both_halves_of_a_late_schedule_and_what_a_start_on_time_gives(
+    run: Run, inputs: tuple[object, ...], tmp_path: Path
+) -> None:
+    """Two layers a device are all that the memory holds."""
+    ModelProfile.uniform(8, forward_s=0.01, backward_s=0.02, output_bytes=1000, parameter_bytes=30000).save(tmp_path / "profile.json")
+    late = ("plan", *inputs, "--microbatches", 8, *QUICK, "--schedule", "async-1f1b", "--optimizer", "nadamw")
+    shown = " ".join(run(*late).out.split())
+    assert "more updates to the same loss" in shown
+    assert "with schedule.synchronous_updates at 20% of the run's updates" in shown
+    started = " ".join(run(*late, "--synchronous-share", 0.2).out.split())
+    assert "behind the first 20% of the updates" in started
+    assert "schedule.synchronous_updates" not in started
+    without, behind = (run(*late, "--synchronous-share", share, "--json").document["more_updates"] for share in (0, 0.2))
+    assert 1 < behind < without
+
+
 def test_all_planners_are_compared(run: Run, inputs: tuple[object, ...]) -> None:
     figures = run("plan", *inputs, "--microbatches", 8, *QUICK, "--compare", "--json").document
     assert set(figures["compared"]) == {

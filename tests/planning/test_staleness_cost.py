@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
-from staleness_cost import points
+from staleness_cost import left_by_start, points
 
 from raypipe.artifacts.profile import LayerProfile, ModelProfile
 from raypipe.artifacts.topology import ClusterTopology, Overheads
-from raypipe.config import OptimizerConfig, OptimizerName
+from raypipe.config import DataConfig, ModelConfig, OptimizerConfig, OptimizerName, RunConfig, ScheduleConfig, TrainConfig
+from raypipe.errors import PlanError
 from raypipe.planning import staleness_cost
 from raypipe.planning.evaluator import LayoutEvaluator
 from raypipe.planning.extrapolation import ShortEvaluator, evaluator_of
@@ -20,7 +22,17 @@ from raypipe.planning.plan import plan
 from raypipe.planning.problem import Problem
 from raypipe.planning.search import SearchBudget
 from raypipe.planning.solve import best_division
-from raypipe.planning.staleness_cost import MEASURED, both_halves, known_optimizer, more_updates, stand_in, window_delay
+from raypipe.planning.staleness_cost import (
+    LEFT_BY_START,
+    MEASURED,
+    MEASURED_START,
+    NO_START,
+    both_halves,
+    known_optimizer,
+    more_updates,
+    stand_in,
+    window_delay,
+)
 from raypipe.schedules.catalogue import build
 from raypipe.schedules.metrics import metrics
 from raypipe.schedules.request import ScheduleRequest
@@ -61,6 +73,7 @@ def test_measured_costs_start_at_one_and_never_fall() -> None:
 def test_the_costs_are_those_of_the_runs(optimizer: str) -> None:
     found = [(round(point.mean_delay, 2), round(point.more_updates, 2)) for point in points(optimizer)]
     assert list(MEASURED[optimizer][1:]) == found
+    assert LEFT_BY_START[optimizer] == round(left_by_start(optimizer), 2)
 
 
 @pytest.mark.parametrize(
@@ -184,10 +197,68 @@ def test_rounds_are_chosen_for_the_loss_too() -> None:
     assert found.loss_s < fast.update_s * more_updates("nadamw", fast.mean_delay)
 
 
+@pytest.mark.parametrize("optimizer", MEASURED)
+def test_a_start_on_time_leaves_a_part_of_the_cost(optimizer: str) -> None:
+    more = {share: more_updates(optimizer, 0.5, share) for share in (0.0, NO_START, 0.15, MEASURED_START, 0.6, 1.0)}
+    assert more[0.0] == more[NO_START] > more[0.15] > more[MEASURED_START] > more[0.6] > more[1.0] == 1
+    assert math.log(more[MEASURED_START]) == pytest.approx(LEFT_BY_START[optimizer] * math.log(more[0.0]))
+    assert more_updates(optimizer, 0.0, MEASURED_START) == 1
+
+
+@pytest.mark.parametrize(("order", "num_microbatches"), [("pipedream-2bw", 8), ("async-1f1b", 8), ("amdp", 8), ("amdp", 32)])
+def test_updates_at_the_start_take_what_a_window_of_one_update_takes(order: str, num_microbatches: int) -> None:
+    topology = ClusterTopology.uniform(8, devices_per_node=8, latency_s=0.0, bandwidth_bytes_per_s=1e15)
+    problem = Problem(profile(), topology, num_microbatches, 1, updates_per_window=20, optimizer="nadamw")
+    layout = Layout(tuple(range(9)), tuple((device,) for device in range(8)), order)
+    late, drained, half = (
+        LayoutEvaluator(replace(problem, **changes)).simulate(layout)
+        for changes in ({}, {"updates_per_window": 1}, {"synchronous_share": 0.5})
+    )
+    assert late is not None
+    assert drained is not None
+    assert half is not None
+    assert drained.mean_delay == 0
+    assert late.update_s < drained.update_s
+    assert half.update_s == late.update_s
+    assert half.mean_update_s == pytest.approx((late.update_s + drained.update_s) / 2, rel=0.01)
+    assert half.loss_s == half.mean_update_s * more_updates("nadamw", late.mean_delay, 0.5)
+
+
+@pytest.mark.parametrize("share", [-0.1, 1.1, math.nan])
+def test_a_share_of_the_updates_is_from_0_to_1(share: float) -> None:
+    with pytest.raises(PlanError, match="synchronous_share"):
+        Problem(profile(), cluster(), num_microbatches=8, microbatch_size=1, synchronous_share=share)
+
+
+def test_the_share_on_time_is_that_of_the_run() -> None:
+    def config(synchronous_updates: int) -> TrainConfig:
+        return TrainConfig(
+            model=ModelConfig(function="raypipe.models.gpt:gpt"),
+            data=DataConfig(path="tokens.parquet"),
+            schedule=ScheduleConfig(synchronous_updates=synchronous_updates),
+            run=RunConfig(num_updates=20),
+        )
+
+    assert [config(number).synchronous_share for number in (0, 5, 20, 30)] == [0, 0.25, 1, 1]
+
+
+def test_the_line_names_a_start_on_time_where_it_saves_more_than_it_takes() -> None:
+    def line(share: float, more_s: float | None) -> str:
+        return both_halves(0.5, 1.0, "nadamw", share, more_s)
+
+    assert "schedule.synchronous_updates at 20%" in line(0.0, 0.01)
+    assert f"{more_updates('nadamw', 1.0, MEASURED_START) - 1:.1%} and 502 ms" in line(0.0, 0.01)
+    assert "synchronous_updates" not in line(0.0, 100.0), "a drain takes longer than it saves"
+    assert "synchronous_updates" not in line(0.0, None), "what a drain takes is not known"
+    assert "synchronous_updates" not in line(MEASURED_START, 0.01)
+    assert "502 ms an update" in line(MEASURED_START, 0.01)
+    assert "behind the first 20% of the updates" in line(MEASURED_START, 0.01)
+
+
 def test_the_line_says_both_halves() -> None:
     text = both_halves(0.5, 0.25, "muon")
     assert "500 ms an update" in text
-    assert "0.25 updates late" in text
+    assert "0.25 updates late on average, " in text
     assert f"{more_updates('muon', 0.25) - 1:.1%} more updates" in text
 
 
