@@ -1,6 +1,8 @@
 """One run of a small GPT over four nodes that is struck again and again, and what that costs.
 
-    python benchmarks/chaos.py [--faults N] [--faults-anew K] [--calm SECONDS] [--seed S] [--json FILE]     (as root, with iproute2)
+    python benchmarks/chaos.py [--faults N | --kinds KIND ...] [--faults-anew K] [--calm SECONDS] [--seed S] [--no-losses] [--json FILE]
+
+as root, with iproute2.
 
 Ray nodes in network namespaces, one stage each. In turn, at random moments and places:
 
@@ -16,7 +18,7 @@ Ray nodes in network namespaces, one stage each. In turn, at random moments and 
 The same faults strike a run that recovers by itself, and one whose workers all start anew from the last checkpoint, as frameworks do
 that know nothing of the stages: same plan, same driver, same checkpoints (every 20 s of training). That one waits for devices that are
 missing. It takes about twice as long: `--faults-anew K` ends it after the first K faults, beside which stands the other way's goodput
-over these same K.
+over these same K. `--kinds` are the faults in order, instead of all kinds at random; `--no-losses` leaves out the run without faults.
 
 For each way: goodput (updates that stayed, times the seconds of an update that nothing disturbs, over the seconds that passed), what each
 kind of fault took until the next new update, and the difference of the losses from those of a run without faults.
@@ -27,6 +29,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import math
 import os
 import queue
 import random
@@ -68,6 +71,7 @@ class Struck:
     Attributes:
         noticed_s: From the fault to the run's word about it; `None` if it said nothing.
         lost_s: From the fault to the first update that had not been done before.
+        again_s: From the fault to the first update, which may have been done before.
         end_s: When training went on, in seconds since the epoch.
         updates: The updates that were done by then.
     """
@@ -76,6 +80,7 @@ class Struck:
     place: str
     noticed_s: float | None = None
     lost_s: float | None = None
+    again_s: float | None = None
     end_s: float = 0.0
     updates: int = 0
     said: list[str] = field(default_factory=list)
@@ -188,8 +193,12 @@ class Chaos:
             hit.noticed_s = min(told, default=since_s) - since_s if told else None
             # What had been computed before the fault does not count, nor does a process that is lost and not missed yet.
             behind_s = since_s if hit.noticed_s is None else since_s + hit.noticed_s
-            later = [at for at, update, _ in run.updates if update > before and at > behind_s]
+            if kind == "driver":
+                behind_s = min((at for at, text in run.notices if at > since_s and "training updates" in text), default=math.inf)
+            behind = [(at, update) for at, update, _ in run.updates if at > behind_s]
+            later = [at for at, update in behind if update > before]
             hit.lost_s = later[0] - since_s if later and not (kind in LOSSES and hit.noticed_s is None) else None
+            hit.again_s = behind[0][0] - since_s if hit.lost_s is not None else None
             return hit.lost_s is not None
 
         mend = getattr(self, f"_{kind}")(place if place is not None else others)
@@ -336,14 +345,17 @@ def main() -> None:
     """Prints the tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--faults", type=int, default=100)
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, metavar="KIND", help="the faults in order, and no lost link behind them")
+    parser.add_argument("--no-losses", action="store_true", help="do not compare the losses with those of a run without faults")
     parser.add_argument("--faults-anew", type=int, metavar="K", help="end the way that starts anew after so many faults")
     parser.add_argument("--calm", type=float, default=6.0, help="seconds of undisturbed training before each fault, at least")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--modes", nargs="+", default=["recover", "restart"])
     parser.add_argument("--json", help="file for all values")
     arguments = parser.parse_args()
-    kinds = [KINDS[number % len(KINDS)] for number in range(arguments.faults - 1)]
-    random.Random(arguments.seed).shuffle(kinds)
+    kinds = arguments.kinds or [KINDS[number % len(KINDS)] for number in range(arguments.faults - 1)]
+    if not arguments.kinds:
+        random.Random(arguments.seed).shuffle(kinds)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         tokens = folder / "tokens.parquet"
@@ -352,15 +364,17 @@ def main() -> None:
         found = {}
         for mode in arguments.modes:
             # Who does not plan anew cannot do without a link.
-            struck = [*kinds, "link"] if mode == "recover" else kinds[: arguments.faults_anew]
+            last = [] if arguments.kinds else ["link"]
+            struck = [*kinds, *last] if mode == "recover" else kinds[: arguments.faults_anew]
             found[mode] = run_with_faults(mode, folder, tokens, plan, struck, seed=arguments.seed, calm_s=arguments.calm)
-        calm, _ = calm_losses(folder, tokens, num_updates=max(len(losses) for _, losses in found.values()), plan=plan)
+        num_updates = max(len(losses) for _, losses in found.values())
+        calm = [] if arguments.no_losses else calm_losses(folder, tokens, num_updates=num_updates, plan=plan)[0]
     rows, document = [], []
     alike = min(len(figures["goodput_so_far"]) for figures, _ in found.values())
     for mode, (figures, losses) in found.items():
         differences = [abs(ours - theirs) for ours, theirs in zip(losses, calm, strict=False)]
         # Rounding alone grows with the updates (`rounding_drift.py`); a step in these would be a fault of the recovery.
-        by_thousand = [max(differences[at : at + 1000]) for at in range(0, len(differences), 1000)]
+        by_thousand = [max(differences[at : at + 1000]) for at in range(0, len(differences), 1000)] or [math.nan]
         figures |= {"equal_bits": sum(difference == 0.0 for difference in differences), "largest_differences_by_1000": by_thousand}
         document.append(figures)
         rows.append({
@@ -376,9 +390,7 @@ def main() -> None:
         })
     print_table("runs", rows)
     print_table("seconds from a fault to the next new update, in the median (and until it was noticed)", list(by_kind(document)))
-    print_table(
-        "seconds from the notice to the next new update, over those of a driver started again with `--resume auto`", list(shares(document))
-    )
+    print_table("seconds from the notice to an update, over those of a driver started again with `--resume auto`", list(shares(document)))
     write_json(arguments.json, document)
 
 
@@ -396,14 +408,16 @@ def by_kind(document: list[dict[str, Any]]) -> Iterator[dict[str, str]]:
 
 
 def shares(document: list[dict[str, Any]]) -> Iterator[dict[str, str]]:
-    """One line for each way."""
+    """One line for each way and until what: the next new update, or the next update, which may have been done before."""
     for figures in document:
-        resumed = [hit["lost_s"] for hit in figures["struck"] if hit["kind"] == "driver" and hit["lost_s"] is not None]
-        row = {"way": figures["mode"], "started again": f"{statistics.median(resumed):.1f} s" if resumed else "-"}
-        for kind in KINDS:
-            took = [hit["lost_s"] - hit["noticed_s"] for hit in figures["struck"] if hit["kind"] == kind and hit["noticed_s"] is not None]
-            row[kind] = f"{statistics.median(took) / statistics.median(resumed):.2f}" if took and resumed else "-"
-        yield row
+        for until, words in (("lost_s", "the next new update"), ("again_s", "the next update")):
+            resumed = [hit[until] for hit in figures["struck"] if hit["kind"] == "driver" and hit[until] is not None]
+            row = {"way": figures["mode"], "until": words, "started again": f"{statistics.median(resumed):.1f} s" if resumed else "-"}
+            for kind in KINDS:
+                hits = [hit for hit in figures["struck"] if hit["kind"] == kind and hit[until] is not None and hit["noticed_s"] is not None]
+                took = [hit[until] - hit["noticed_s"] for hit in hits]
+                row[kind] = f"{statistics.median(took) / statistics.median(resumed):.2f}" if took and resumed else "-"
+            yield row
 
 
 if __name__ == "__main__":
