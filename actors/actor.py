@@ -33,6 +33,7 @@ from raypipe.actors.stage.optimizers import build_optimizer
 from raypipe.actors.stage.state import PackedState, packed, unpacked
 from raypipe.actors.transport import cuda
 from raypipe.actors.transport.process import ProcessTransport
+from raypipe.actors.transport.sockets import reaches
 from raypipe.artifacts.branches import stages_text
 from raypipe.artifacts.checkpoint_files import FileSums
 from raypipe.artifacts.storage import Storage
@@ -92,7 +93,8 @@ def _merged(layers: Sequence[int], states: Sequence[PackedState]) -> dict[int, d
 class StageActor:
     """One device and the stages on it.
 
-    Methods run one at a time, but for `status`, `read_clock`, `abort` and `write_snapshot`, which Ray gives threads of their own.
+    Methods run one at a time, but for `status`, `read_clock`, `abort`, `reaches` and `write_snapshot`, which Ray gives threads of their
+    own.
     `gpu_share` is 0 for a CPU device. An actor with a `node_position` among those of its node binds to some cores.
     """
 
@@ -131,7 +133,7 @@ class StageActor:
 
     def status(self) -> Status:
         """Return what this actor is doing, and for how long."""
-        running, doing = self._running, self._activity.doing
+        running, doing, transport = self._running, self._activity.doing, self._transport
         step = self._executor.awaited if self._executor is not None else None
         progress = running.progress if running is not None else ""
         return Status(
@@ -143,6 +145,7 @@ class StageActor:
             awaited=self._awaited(step) if step is not None else None,
             name=self.identity.name,
             stages=self.identity.stage_text,
+            unanswered=transport.unanswered if transport is not None else (),
         )
 
     def _awaited(self, step: ReceiveStep | AwaitStep) -> Awaited:
@@ -161,6 +164,10 @@ class StageActor:
             self._executor.abort(reason)
         elif self._transport is not None:
             self._transport.abort(reason)
+
+    def reaches(self, address: str, port: int, *, timeout_s: float) -> bool:
+        """Return whether this node reaches another one at a port of its own."""
+        return reaches(address, port, timeout_s=timeout_s)
 
     # Node and device
 
@@ -283,6 +290,10 @@ class StageActor:
     def import_layers(self, layers: Sequence[int], *states: PackedState) -> None:
         """Take over layers that `needed_layers` returned, with the states that `export_layers` yielded on one or more devices."""
         self._built("importing layers").import_layers(_merged(layers, states))
+
+    def hand_on(self, state: PackedState) -> PackedState:
+        """Return what this actor is given, which then lies in the store of its node."""
+        return state
 
     def hold(self, device: int, update: int, *states: PackedState) -> None:
         """Keep the states of another node's device behind an update. Answered while the other methods compute."""

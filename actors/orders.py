@@ -138,6 +138,7 @@ class Status:
         name: Name of the device.
         stages: The stages on it, in text.
         awaited: The transfer that it waits for, or waited for when its window failed.
+        unanswered: Devices whose systems do not acknowledge what was sent to them over TCP, again and again.
     """
 
     device: int
@@ -148,3 +149,4 @@ class Status:
     awaited: Awaited | None = None
     name: str = ""
     stages: str = ""
+    unanswered: tuple[int, ...] = ()

@@ -251,6 +251,12 @@ class ProcessTransport:
         """The shortest round trip to each peer over TCP, as far as this system tells."""
         return self._endpoints.port.round_trips_s if self._endpoints.port is not None else {}
 
+    @property
+    def unanswered(self) -> tuple[int, ...]:
+        """The peers over TCP whose systems acknowledge nothing, though it was sent again. Called from any thread."""
+        port = self._endpoints.port
+        return port.unanswered if port is not None else ()
+
     # The end
 
     def abort(self, reason: str) -> None:

@@ -116,3 +116,14 @@ def address_of(interface: str) -> str | None:
         except OSError:
             return None  # it has no IPv4 address
     return socket.inet_ntoa(answer[20:24])
+
+
+def reaches(address: str, port: int, *, timeout_s: float) -> bool:
+    """Return whether this host reaches another one within some seconds; that nobody listens at the port is an answer, too."""
+    try:
+        socket.create_connection((address, port), timeout=timeout_s).close()
+    except ConnectionRefusedError:
+        return True
+    except OSError:
+        return False
+    return True

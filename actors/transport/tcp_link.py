@@ -22,6 +22,7 @@ from typing import NamedTuple, Protocol
 
 from raypipe.actors.transport.channel import CLOSED_BY_PEER
 from raypipe.actors.transport.tcp_holds import Holds
+from raypipe.actors.transport.tcp_info import is_unanswered
 
 HEADER = struct.Struct("<BxHxxxxQQQ")
 Reading = Generator[memoryview, int, None]
@@ -171,6 +172,14 @@ class Link:
         self._early.clear()
         self.tasks.clear()
         self.sending.clear()
+
+    @property
+    def is_unanswered(self) -> bool:
+        """Whether the peer's system acknowledges nothing, as far as this system tells. Called from any thread."""
+        try:
+            return is_unanswered(self.end)
+        except OSError:  # it is closed
+            return False
 
     # Sums
 

@@ -97,6 +97,11 @@ class Port:
         """The shortest round trip to each peer, as far as this system tells."""
         return {peer: trip_s for way in self.sender.ways for peer, trip_s in way.round_trips_s().items()}
 
+    @property
+    def unanswered(self) -> tuple[int, ...]:
+        """The peers whose systems acknowledge nothing, though it was sent again. Called from any thread."""
+        return tuple(peer for peer, link in self.links.items() if link.is_unanswered)
+
     def open_window(self) -> None:
         """Forget the chunks that left in the last window."""
         self.sender.departures.clear()

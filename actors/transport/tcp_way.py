@@ -14,6 +14,7 @@ from collections.abc import Collection, Container, Sequence
 from contextlib import suppress
 from typing import NamedTuple, Protocol
 
+from raypipe.actors.transport.tcp_info import round_trip_s
 from raypipe.actors.transport.tcp_link import Link
 from raypipe.communication.policy import Communication, Traffic, Transfer, first_come, next_chunk
 from raypipe.schedules.collectives import Collective
@@ -33,9 +34,6 @@ _INT = struct.Struct("i")
 _LEAST_BUFFER_BYTES = 64 << 10
 _MOST_BYTES = 4 << 20
 """Of a buffer, and of a chunk: a larger one gains nothing, and keeps a link for long whose rate falls."""
-_MIN_RTT = struct.Struct("148xI")
-"""The shortest round trip in the kernel's `tcp_info`, in microseconds."""
-_USUAL_RTT_S = 0.001
 MOST_BUFFERS = 512
 """Of one system call; the kernel takes 1024."""
 _WEIGHT = 0.3
@@ -271,7 +269,7 @@ class Way:
         trips_s: dict[int, float] = {}
         for link in self.links:
             with suppress(OSError):  # it is closed
-                trips_s[link.peer] = _round_trip_s(link.end)
+                trips_s[link.peer] = round_trip_s(link.end)
         return trips_s
 
     def write(self, frame: Frame) -> bool:
@@ -335,7 +333,7 @@ class Way:
             return
         with suppress(OSError):  # it is closed
             (left_bytes,) = _INT.unpack(fcntl.ioctl(link.end, termios.TIOCOUTQ, bytes(_INT.size)))
-            factor = _MORE if left_bytes <= self.bytes_per_s * _round_trip_s(link.end) else _LESS
+            factor = _MORE if left_bytes <= self.bytes_per_s * round_trip_s(link.end) else _LESS
             self._kernel_s = min(max(self._kernel_s * factor, _LEAST_KERNEL_S), _MOST_KERNEL_S)
             self._limit()
 
@@ -348,7 +346,7 @@ class Way:
         for link in self.links:
             with suppress(OSError):  # it is closed
                 # A buffer also holds what is on its way until the peer has said that it is there.
-                num_bytes = round(held_bytes + self.bytes_per_s * 2 * _round_trip_s(link.end))
+                num_bytes = round(held_bytes + self.bytes_per_s * 2 * round_trip_s(link.end))
                 link.end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, min(max(num_bytes, _LEAST_BUFFER_BYTES), _MOST_BYTES) // 2)
                 if sys.platform == "linux":
                     # It asks for more when half of this is left, which has to last until the thread wakes.
@@ -368,12 +366,3 @@ class Way:
         self.queue = [entry for entry in self.queue if entry.link is not link]
         for entry in [*(frame.entry for frame in frames), *lost]:
             entry.fail(problem)
-
-
-def _round_trip_s(end: socket.socket) -> float:
-    """Return the shortest round trip so far, as far as this system tells."""
-    if sys.platform != "linux":
-        return _USUAL_RTT_S
-    told = end.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _MIN_RTT.size)
-    round_trip_s = 1e-6 * _MIN_RTT.unpack(told)[0] if len(told) == _MIN_RTT.size else _USUAL_RTT_S
-    return round_trip_s if round_trip_s < 60.0 else _USUAL_RTT_S  # the kernel's word for none

@@ -18,7 +18,8 @@ from raypipe.actors.transport.store import StoreServer
 from raypipe.cluster.slots import DeviceSlot
 from raypipe.errors import AbortedError, RaypipeError, RunError, StateLostError, TransportError
 
-_POLL_S = 5.0  # between two looks at actors that have not answered
+POLL_S = 5.0
+"""Usual time between two looks at actors that have not answered."""
 STARTING = "starting"
 SILENCE_REMEDY = "look at its node: it may be down, cut off, out of memory, or have no free CPU for it (`ray status`)"
 _START_REMEDY = "raypipe and the model must be importable on every node: install them there, or submit with --working-dir"
@@ -86,22 +87,25 @@ class ActorGroup:
         if self._server is not None:
             self._server.close()
 
-    def gather(self, calls: Mapping[int, Any], task: str, *, timeout_s: float | None = None) -> dict[int, Any]:
-        """Return the answers by device, or raise the failure of one. Without a timeout, only silence is a failure."""
+    def gather(self, calls: Mapping[int, Any], task: str, *, timeout_s: float | None = None, poll_s: float = POLL_S) -> dict[int, Any]:
+        """Return the answers by device, or raise the failure of one. Without a timeout, only silence is a failure.
+
+        Devices that have not answered are asked for their state every `poll_s` seconds.
+        """
         device_of = {ref: device for device, ref in calls.items()}
         pending = list(device_of)
         answers: dict[int, Any] = {}
         deadline = math.inf if timeout_s is None else time.monotonic() + timeout_s
         checked_s = time.monotonic()
         while pending:
-            ready, pending = ray.wait(pending, num_returns=1, timeout=min(_POLL_S, max(deadline - time.monotonic(), 0.0)))
+            ready, pending = ray.wait(pending, num_returns=1, timeout=min(poll_s, max(deadline - time.monotonic(), 0.0)))
             for ref in ready:
                 try:
                     answers[device_of[ref]] = ray.get(ref)
                 except RayError as error:
                     self._fail(self._failure(error, device_of[ref], task), {other: device_of[other] for other in pending}, task)
             is_late = not ready and time.monotonic() >= deadline
-            if pending and (is_late or time.monotonic() - checked_s > _POLL_S):
+            if pending and (is_late or time.monotonic() - checked_s > poll_s):
                 if overdue := self._overdue([device_of[ref] for ref in pending], task, is_late=is_late):
                     self._fail(overdue, {ref: device_of[ref] for ref in pending}, task)
                 checked_s = time.monotonic()

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from raypipe.actors.execution.batches import BatchSource
@@ -14,13 +14,13 @@ from raypipe.actors.stage.gradient_flow import EdgeSpecs, LayerOutput, edge_spec
 from raypipe.actors.stage.optimizer_names import OptimizerFunction
 from raypipe.artifacts.cut import Cut
 from raypipe.artifacts.storage import Storage
-from raypipe.cluster.actor_group import Member
+from raypipe.cluster.actor_group import POLL_S, Member
 from raypipe.cluster.checks import channel_text, on_gpus, shared_channels
 from raypipe.cluster.link_monitor import LinkMonitor
 from raypipe.cluster.node_clocks import NodeClocks
 from raypipe.cluster.slots import DeviceSlot
 from raypipe.cluster.stage_actors import SAVING, StageActors
-from raypipe.cluster.states import States, all_states, arguments, by_layer, export_states, exported_layers
+from raypipe.cluster.states import States, all_states, arguments, by_layer, export_states, exported_layers, within_reach
 from raypipe.cluster.window import WindowResult
 from raypipe.communication.patterns import Pattern
 from raypipe.communication.ways import Wiring
@@ -31,6 +31,9 @@ from raypipe.schedules.lower import DeviceProgram, Recv
 Programs = Mapping[str, Sequence[DeviceProgram]]
 Patterns = Mapping[tuple[int, ...], Pattern]
 _USUAL = Wiring()
+_NUM_NEWEST = 8  # windows, by which the next one is known to be late
+_LATE = 2.0  # times the longest of these
+_LEAST_POLL_S = 0.5
 
 
 class Coordinator:
@@ -44,6 +47,7 @@ class Coordinator:
         self.cluster = cluster
         self.channel_text = ""  # how many channels use which transport, once connected
         self._windows: Counter[str] = Counter()
+        self._newest_s: dict[str, deque[float]] = {}  # how long the newest windows took, by program
         self._programs: dict[str, tuple[DeviceProgram, ...]] = {}
         self.patterns: dict[tuple[int, ...], Pattern] = {}  # of sums, by members
         self._wires: tuple[Mapping[int, int], ...] = ()
@@ -211,11 +215,14 @@ class Coordinator:
     def _window(self, name: str, method: str, *, num_updates: int, **arguments: Any) -> WindowResult:
         self.clocks.refresh()
         number, since_s = self._windows[name], time.perf_counter()
-        reports = self.actors.ask(
-            f"window {number} of {name}", lambda _, actor: getattr(actor, method).remote(name, number=number, **arguments)
-        )
+        calls = {
+            device: getattr(member.handle, method).remote(name, number=number, **arguments)
+            for device, member in enumerate(self.actors.members)
+        }
+        reports = self.actors.gather(calls, f"window {number} of {name}", poll_s=self._poll_s(name))
         wall_s = time.perf_counter() - since_s
         self._windows[name] += 1
+        self._newest_s.setdefault(name, deque(maxlen=_NUM_NEWEST)).append(wall_s)
         result = WindowResult(
             reports=tuple(reports.values()),
             wall_s=wall_s,
@@ -227,6 +234,11 @@ class Coordinator:
         )
         self.links.after_window(result)
         return result
+
+    def _poll_s(self, name: str) -> float:
+        """Return after which time a window is late, so that its devices are asked for their state."""
+        newest_s = self._newest_s.get(name)
+        return min(max(_LATE * max(newest_s), _LEAST_POLL_S), POLL_S) if newest_s else POLL_S
 
     # Layers
 
@@ -255,16 +267,27 @@ class Coordinator:
         order: BuildOrder,
         programs: Programs,
         wiring: Wiring = _USUAL,
+        apart: Collection[frozenset[str]] = (),
     ) -> None:
         """Go on with other stages on other devices; layers and optimizer states move through Ray's object stores."""
         self.actors.leaving = frozenset(self.actors.devices) - frozenset(devices)
         states = all_states(self.actors)
         self.actors.assign(devices, stages)
-        self.restore(states, order=order, programs=programs, wiring=wiring)
+        self.restore(states, order=order, programs=programs, wiring=wiring, apart=apart)
         self.actors.leaving = frozenset()
 
-    def restore(self, states: States | Storage | None, *, order: BuildOrder, programs: Programs, wiring: Wiring = _USUAL) -> None:
+    def restore(
+        self,
+        states: States | Storage | None,
+        *,
+        order: BuildOrder,
+        programs: Programs,
+        wiring: Wiring = _USUAL,
+        apart: Collection[frozenset[str]] = (),
+    ) -> None:
         """Build the assigned stages with the states of layers or those in a checkpoint's folder, or as they begin; and connect them.
+
+        `apart` are the ids of nodes that do not reach each other.
 
         Raises:
             StateLostError: No node has the state of some layer any more.
@@ -276,7 +299,9 @@ class Coordinator:
             needed = self.actors.ask("asking for layers", lambda _, actor: actor.needed_layers.remote())
             self.actors.ask(
                 "taking layers over",
-                lambda device, actor: actor.import_layers.remote(*arguments(states, needed[device])),
+                lambda device, actor: actor.import_layers.remote(
+                    *arguments(within_reach(self.actors, states, device, needed[device], apart=apart), needed[device])
+                ),
             )
         self._epoch += 1
         self.connect(programs, order.cut, wiring=wiring)

@@ -9,6 +9,7 @@ import signal
 import time
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,13 +17,15 @@ import ray
 from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from raypipe.actors.transport.sockets import reaches
 from raypipe.artifacts.topology import ClusterTopology
 from raypipe.cluster.node_matching import is_gpu, match_slots
 from raypipe.cluster.slots import NODE_LABEL, ClusterNode, DeviceSlot, resource_text, resources_per_device
 from raypipe.config import ScalingConfig
 from raypipe.errors import PlanError
 
-_ANSWER_S = 5.0  # for a node to start a worker
+_REACH_S = 2.0  # for a node to be reached
+_ANSWER_S = 5.0  # for one that is reached to start a worker
 _RELEASE_S = 15.0  # for an earlier run to give back its resources
 
 
@@ -45,6 +48,7 @@ def cluster_nodes() -> list[ClusterNode]:
                 num_cpus=resources.get("CPU", 0.0),
                 num_gpus=resources.get("GPU", 0.0),
                 accelerators=tuple(sorted(kinds)),
+                port=node.get("NodeManagerPort", 0),
             )
         )
     return sorted(nodes, key=lambda node: (not node.is_head, node.address, node.node_id))
@@ -71,23 +75,28 @@ def find_slots(scaling: ScalingConfig) -> list[DeviceSlot]:
     return slots[: scaling.num_devices]
 
 
-def end_processes(processes: Collection[tuple[str, int]]) -> set[str]:
-    """End some processes of Ray, by node and process id, which do not answer; return the nodes that do not answer, either.
+def end_processes(processes: Collection[tuple[ClusterNode, int]]) -> set[str]:
+    """End some processes of Ray, by node and process id, which do not answer; return the ids of nodes that do not answer, either.
 
     Ray itself takes ten seconds for a process that is stopped, and as long its resources are not free.
     """
+    nodes = {node.node_id: node for node, _ in processes}
+    with ThreadPoolExecutor(max(len(nodes), 1)) as pool:
+        answers = pool.map(lambda node: not node.port or reaches(node.address, node.port, timeout_s=_REACH_S), nodes.values())
+        reached = {node_id for node_id, answer in zip(nodes, answers, strict=True) if answer}
     pids: dict[str, list[int]] = {}
-    for node_id, pid in processes:
-        pids.setdefault(node_id, []).append(pid)
+    for node, pid in processes:
+        if node.node_id in reached:
+            pids.setdefault(node.node_id, []).append(pid)
     task = ray.remote(num_cpus=0, max_retries=0)(_end)
     calls = {
         task.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False)).remote(of_node): node_id
         for node_id, of_node in pids.items()
     }
     if not calls:
-        return set()
+        return nodes.keys() - reached
     ready, late = ray.wait(list(calls), num_returns=len(calls), timeout=_ANSWER_S)
-    silent = {calls[ref] for ref in late}
+    silent = (nodes.keys() - reached) | {calls[ref] for ref in late}
     for ref in ready:
         try:
             ray.get(ref)

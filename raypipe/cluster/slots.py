@@ -15,7 +15,11 @@ NODE_LABEL = "raypipe.io/node"
 
 @dataclass(frozen=True)
 class ClusterNode:
-    """A node as Ray reports it, with the kinds of its GPUs, such as `H200`. One machine may be several nodes."""
+    """A node as Ray reports it, with the kinds of its GPUs, such as `H200`. One machine may be several nodes.
+
+    Attributes:
+        port: Port of Ray's node manager, which all nodes must reach; 0 where it is not known.
+    """
 
     node_id: str
     address: str
@@ -26,6 +30,7 @@ class ClusterNode:
     num_cpus: float = 0.0
     num_gpus: float = 0.0
     accelerators: tuple[str, ...] = ()
+    port: int = 0
 
     @property
     def name(self) -> str:

@@ -17,11 +17,12 @@ from raypipe.actors.actor_info import ActorInfo
 from raypipe.actors.cores import NodePosition
 from raypipe.actors.orders import Identity, Status
 from raypipe.artifacts.branches import stages_text
-from raypipe.cluster.actor_group import SILENCE_REMEDY, STARTING, ActorGroup, Failure, Member
+from raypipe.cluster.actor_group import POLL_S, SILENCE_REMEDY, STARTING, ActorGroup, Failure, Member
 from raypipe.cluster.checks import check_actors
+from raypipe.cluster.lost_links import LostLinks
 from raypipe.cluster.slots import DeviceSlot
 from raypipe.config import ClusterConfig, ScalingConfig
-from raypipe.errors import StageFailedError, TransportTimeoutError
+from raypipe.errors import StageFailedError, TransportError, TransportTimeoutError
 
 CONTROL = "control"
 """Concurrency group of methods that actors answer while they compute."""
@@ -109,7 +110,9 @@ class StageActors(ActorGroup):
         self.patience_s = cluster.start_timeout_s  # time that an actor has to tell its status
         self.leaving: frozenset[int] = frozenset()  # slots whose actors leave the plan, but hold layers that others still need
         self.gone: set[int] = set()  # numbers of slots whose actors are lost and not replaced
+        self._silent: set[str] = set()  # names of slots whose actors have not answered for as long as they are awaited
         self._num_starts = 1
+        self._lost_links = LostLinks(cluster.silence_timeout_s)  # as seen in the call that is under way
         self._aborts: dict[Any, int] = {}  # calls, and the numbers of their actors
 
     @property
@@ -151,23 +154,27 @@ class StageActors(ActorGroup):
 
     def abort(self, reason: str) -> None:
         """Make all actors stop their work."""
-        for number, member in self._alive().items():
+        for number, member in self.alive().items():
             self._aborts[member.handle.abort.options(concurrency_group=CONTROL).remote(reason)] = number
 
-    def _alive(self) -> dict[int, Member]:
+    def alive(self) -> dict[int, Member]:
+        """Return the actors that are not lost, by the number of their slot."""
         return {number: member for number, member in enumerate(self.launched) if number not in self.gone}
 
     def rest(self, suspects: Collection[int]) -> list[int]:
         """Abort all actors until they have nothing to do, and end those that are dead, silent or stuck: their slots' numbers are in `gone`.
 
-        Return the numbers of those that gave no answer. Of the `suspects` it is awaited for a short time only.
+        Return the numbers of those that gave no answer. Of the `suspects` it is awaited for a short time only, and of those that were found
+        to be silent no more.
         """
         self.abort("the run recovers from a failure")
-        if awaited := [ref for ref, number in self._aborts.items() if number not in suspects]:
+        silent = {number for number in self.alive() if self.launched[number].slot.name in self._silent}
+        self._silent.clear()
+        if awaited := [ref for ref, number in self._aborts.items() if number not in silent.union(suspects)]:
             ray.wait(awaited, num_returns=len(awaited), timeout=_ABORT_S)
         self._aborts = {}
-        calls = {number: member.handle.restart.remote(None) for number, member in self._alive().items()}
-        others, suspected = calls.keys() - set(suspects), calls.keys() & set(suspects)
+        calls = {number: member.handle.restart.remote(None) for number, member in self.alive().items()}
+        others, suspected = calls.keys() - silent.union(suspects), (calls.keys() & set(suspects)) - silent
         for numbers, timeout_s in ((others, self.cluster.silence_timeout_s), (suspected, _SUSPECT_S)):
             if refs := [calls[number] for number in numbers]:
                 ray.wait(refs, num_returns=len(refs), timeout=timeout_s)
@@ -198,6 +205,24 @@ class StageActors(ActorGroup):
         self.launched = [replaced[number][0] if number in replaced else member for number, member in enumerate(self.launched)]
         self.launched_infos = tuple(replaced[number][1] if number in replaced else info for number, info in enumerate(self.launched_infos))
 
+    def try_link(self, nodes: Collection[str], *, timeout_s: float) -> Any:
+        """Let a process on one of two nodes connect with the other node; return the call, for `is_reached`, or `None` if a node is lost."""
+        members = {member.slot.node.node_id: member for member in self.alive().values()}
+        if not members.keys() >= set(nodes):
+            return None
+        one, other = (members[node_id] for node_id in sorted(nodes))
+        node = other.slot.node
+        return one.handle.reaches.options(concurrency_group=CONTROL).remote(node.address, node.port, timeout_s=timeout_s)
+
+    def is_reached(self, trial: Any, *, timeout_s: float) -> bool:
+        """Return whether a trial of a link has succeeded within some seconds."""
+        if trial is None:
+            return False
+        try:
+            return bool(ray.get(trial, timeout=timeout_s))
+        except RayError:
+            return False
+
     def kill(self) -> None:
         """End all actors."""
         for member in self.launched:
@@ -209,19 +234,34 @@ class StageActors(ActorGroup):
         slot, stages = self.members[device].slot, stages_text(self.members[device].stages, self.branches)
         return StageFailedError(slot.name, stages, slot.node.address, task, problem, remedy)
 
+    def gather(self, calls: Mapping[int, Any], task: str, *, timeout_s: float | None = None, poll_s: float = POLL_S) -> dict[int, Any]:
+        """Return the answers by device, or raise the failure of one, be it silence or a lost link; see `ActorGroup.gather`."""
+        self._lost_links = LostLinks(self.cluster.silence_timeout_s)
+        return super().gather(calls, task, timeout_s=timeout_s, poll_s=poll_s)
+
     def _overdue(self, devices: Sequence[int], task: str, *, is_late: bool) -> Failure | None:
-        asked = {device: self.members[device] for device in devices}
-        for device, status in _statuses(asked, timeout_s=1.0 if is_late else self.patience_s).items():
+        # Those that have answered are asked, too: what they have sent may not have come through.
+        statuses = _statuses(dict(enumerate(self.members)), timeout_s=1.0 if is_late else self.patience_s)
+        known = [status for status in statuses.values() if isinstance(status, Status)]
+        lost = self._lost_links.look(known, now_s=time.monotonic())
+        for device in devices:
+            status = statuses[device]
             if isinstance(status, RayError):
                 return self._failure(status, device, task)
             if status is None:
+                if not is_late:
+                    self._silent.add(self.members[device].slot.name)
                 return Failure(self._error(device, task, "does not answer", SILENCE_REMEDY), is_death=True)
             if status.failure is not None:
                 return Failure(status.failure)
             if is_late:
                 problem = f"is not done in time: {status.doing}, for {status.since_s:.0f} s"
                 return Failure(self._error(device, task, problem, "raise cluster.start_timeout_s"))
-        return None
+        return None if lost is None else Failure(self._lost_link(*lost, task))
+
+    def _lost_link(self, device: int, peer: int, task: str) -> TransportError:
+        problem = f"nothing that was sent came through within {self.cluster.silence_timeout_s:g} s; the link is down"
+        return TransportError(self.members[device].slot.name, self.members[peer].slot.name, task, problem)
 
     def _fail(self, failure: Failure, pending: Mapping[Any, int], task: str) -> NoReturn:
         failures = [failure]
@@ -229,7 +269,8 @@ class StageActors(ActorGroup):
             failures += self._busy(failure.error, task)
         self.abort(f"another part failed during {task}")
         deadline, refs = time.monotonic() + _GRACE_S, list(pending)
-        while refs and time.monotonic() < deadline:
+        # Nothing explains a death better: others are not waited for.
+        while refs and time.monotonic() < deadline and not any(one.is_death for one in failures):
             ready, refs = ray.wait(refs, num_returns=1, timeout=max(deadline - time.monotonic(), 0.01))
             for ref in ready:
                 try:

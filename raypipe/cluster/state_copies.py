@@ -8,6 +8,7 @@ copies of an object are, and takes the one that is left.
 from __future__ import annotations
 
 import time
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,11 +37,12 @@ class StateCopies:
         self._actors = actors
         self._share = share
         self._kept: list[StateCopy] = []  # from old to new; of the last, nodes may still fetch their parts
-        self._fetching: dict[Any, tuple[int, int]] = {}  # calls, not answered yet, by device and by the device that keeps its layers
+        self._fetching: dict[Any, tuple[str, str]] = {}  # calls, not answered yet; node of the layers, and the node that is to keep a copy
         self._apart: set[tuple[str, str]] = set()  # nodes of which the second could not fetch copies from the first
         self._usual_s = float("inf")  # for a node to fetch copies
         self._taken_at_s = -float("inf")
         self._took_s = 0.0
+        self.cut_links: Collection[frozenset[str]] = ()  # ids of nodes that do not reach each other
         self.seconds = 0.0  # for which the run has waited for copies
 
     def take(self, update: int) -> bool:
@@ -56,10 +58,11 @@ class StateCopies:
             if number not in self._actors.gone:
                 member.handle.drop_held.options(concurrency_group=COPIES).remote(oldest)
         self._fetching = {}
+        nodes = [member.slot.node.node_id for member in self._actors.members]
         for device, keeper in self._keepers().items():
             if of_device := parts.get(device):
                 hold = self._actors.members[keeper].handle.hold.options(concurrency_group=COPIES)
-                self._fetching[hold.remote(device, update, *(state for _, state in of_device))] = (device, keeper)
+                self._fetching[hold.remote(device, update, *(state for _, state in of_device))] = (nodes[device], nodes[keeper])
         self._taken_at_s = time.monotonic()
         self._took_s = self._taken_at_s - since_s
         self.seconds += self._took_s
@@ -77,12 +80,15 @@ class StateCopies:
         if not pending:
             self._kept = self._kept[-1:]
         elif seconds > max(_SLOW_S, _SLOW * self._usual_s):
-            # The next copies go to other nodes.
-            nodes = [member.slot.node.node_id for member in self._actors.members]
-            self._apart |= {(nodes[device], nodes[keeper]) for device, keeper in self._fetching.values()}
-            self._fetching = {}
-            self._kept = self._kept[:1]
+            self._apart.update(self._fetching.values())  # the next copies go to other nodes
+            self._give_up()
+        elif any(frozenset(nodes) in self.cut_links for nodes in self._fetching.values()):
+            self._give_up()
         return bool(self._fetching)
+
+    def _give_up(self) -> None:
+        self._fetching = {}
+        self._kept = self._kept[:1]
 
     def _keepers(self) -> dict[int, int]:
         """Return the device that keeps the layers of each other device: the next one on another node that could fetch copies from it."""
@@ -92,10 +98,13 @@ class StateCopies:
         for device in range(count):
             others = [(device + step) % count for step in range(1, count)]
             others = [other for other in others if nodes[other] != nodes[device]]
-            others.sort(key=lambda other, node=nodes[device]: (node, nodes[other]) in self._apart)  # type: ignore[misc]
+            others.sort(key=lambda other, node=nodes[device]: self._is_apart(node, nodes[other]))  # type: ignore[misc]
             if others:
                 keepers[device] = others[0]
         return keepers
+
+    def _is_apart(self, node: str, other: str) -> bool:
+        return (node, other) in self._apart or frozenset((node, other)) in self.cut_links
 
     def candidates(self) -> list[StateCopy]:
         """Return the copies from which a run may go on, from new to old; parts of one may be lost."""

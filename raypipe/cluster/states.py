@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
+
+import ray
 
 from raypipe.cluster.stage_actors import StageActors
 
@@ -51,6 +53,30 @@ def all_parts(actors: StageActors) -> Parts:
 def all_states(actors: StageActors) -> States:
     """Return the state of all layers."""
     return by_layer(all_parts(actors))
+
+
+def within_reach(actors: StageActors, states: States, device: int, layers: Sequence[int], *, apart: Collection[frozenset[str]]) -> States:
+    """Return the states of layers for a device; nodes do not fetch from each other if they are `apart`, a pair of ids each.
+
+    Where a copy lies on a node that is apart from the device's, one between them hands it on: Ray may choose any copy.
+    """
+    node_id = actors.members[device].slot.node.node_id
+    far = {next(iter(pair - {node_id})) for pair in apart if node_id in pair}
+    if not far:
+        return states
+    parts = [part for layer in layers for part in states[layer]]
+    holders = {part: set(where.get("node_ids") or ()) for part, where in ray.experimental.get_object_locations(parts).items()}
+    near = [member for member in actors.alive().values() if member.slot.node.node_id not in far]
+
+    def handed_on(part: Any) -> Any:
+        if not holders[part] & far:
+            return part
+        for member in sorted(near, key=lambda member: member.slot.node.node_id not in holders[part]):
+            if not any(frozenset((member.slot.node.node_id, holder)) in apart for holder in holders[part]):
+                return member.handle.hand_on.remote(part)
+        return part
+
+    return {layer: [handed_on(part) for part in states[layer]] for layer in layers}
 
 
 def arguments(states: States, layers: Sequence[int]) -> list[Any]:

@@ -19,8 +19,9 @@ from raypipe.cluster.slots import resources_per_device
 from raypipe.cluster.state_copies import StateCopies
 from raypipe.cluster.states import States
 from raypipe.config import FailureConfig
-from raypipe.errors import FormatError, PlanError, RunError, StageRaisedError, StateLostError, TransportError
+from raypipe.errors import FormatError, PlanError, RunError, StageRaisedError, StateLostError
 from raypipe.training.adaptive import AdaptiveStrategy
+from raypipe.training.cut_links import CutLinks, Pair
 from raypipe.training.record import RunRecord
 from raypipe.training.strategy import Strategy
 from raypipe.training.sums import SumAdaptation
@@ -63,13 +64,13 @@ class Recovery:
     num_failures: int = 0
     _failed_after: int = -1  # the most updates that were done when something failed
     _raised: set[tuple[str, str, int]] = field(default_factory=set)
-    _doubted_links: set[frozenset[str]] = field(default_factory=set)  # nodes that lost each other once
-    _cut_links: list[frozenset[str]] = field(default_factory=list)
     _unusable: dict[str, float] = field(default_factory=dict)  # nodes on which actors did not start, and when
     _looked_at_s: float = -math.inf
 
     def __post_init__(self) -> None:
         self._first = self.strategy
+        self._cut_links = CutLinks(self.coordinator.actors)
+        self.copies.cut_links = self._cut_links
 
     def after_window(self, update: int) -> None:
         """Copy the state behind a window, and see that the run gets on."""
@@ -78,7 +79,7 @@ class Recovery:
         if update > self._failed_after:
             self.num_failures = 0
             self._raised.clear()
-            self._doubted_links.clear()
+            self._cut_links.trust()
         if self.copies.take(update):
             self._take_back(update)
 
@@ -139,14 +140,20 @@ class Recovery:
         changes = self._replace(silent)
         if actors.gone.intersection(self.strategy.devices):
             self._plan_anew(update)
-        elif self._loses_link(error):
-            self._do_without_link(update)
+        elif (nodes := self._cut_links.loses(error)) is not None:
+            self._do_without_link(nodes, update)
         for source in self._sources():
             _LOG.info("restoring update %d from %s", source.update, source.text)
             actors.assign(self.strategy.devices, self.strategy.stages)
             programs = self.strategy.programs()
             try:
-                self.coordinator.restore(source.states, order=self.build_order(), programs=programs, wiring=self.sums.begin(programs))
+                self.coordinator.restore(
+                    source.states,
+                    order=self.build_order(),
+                    programs=programs,
+                    wiring=self.sums.begin(programs),
+                    apart=list(self._cut_links),
+                )
             except (StateLostError, FormatError) as loss:
                 self.record.notice(f"{source.text} cannot be used: {loss}")
                 actors.rest([])
@@ -158,7 +165,7 @@ class Recovery:
         actors = self.coordinator.actors
         slots = [member.slot for member in actors.launched]
         # Ray takes a node that is cut off for alive until it has missed some of its reports.
-        lost_nodes = end_processes([(slots[number].node.node_id, actors.launched_infos[number].pid) for number in silent])
+        lost_nodes = end_processes([(slots[number].node, actors.launched_infos[number].pid) for number in silent])
         lost_nodes |= {node_id for node_id, since_s in self._unusable.items() if time.monotonic() - since_s < _AVOID_S}
         spare = spare_slots(slots, sorted(actors.gone), resources_per_device(actors.scaling), without=lost_nodes)
         if not spare:
@@ -170,25 +177,11 @@ class Recovery:
             raise
         return f" with new actors on {', '.join(slot.name for slot in spare.values())}"
 
-    def _loses_link(self, error: RunError | None) -> bool:
-        """Return whether two nodes have lost each other for the second time since the run got on; later plans do without their link."""
-        if not isinstance(error, TransportError):
-            return False
-        node_of = {member.slot.name: member.slot.node.node_id for member in self.coordinator.actors.launched}
-        nodes = frozenset(node_of[name] for name in (error.device, error.peer) if name in node_of)
-        if len(nodes) < 2 or nodes in self._cut_links:
-            return False
-        if nodes not in self._doubted_links:
-            self._doubted_links.add(nodes)
-            return False
-        self._cut_links.append(nodes)
-        return True
-
-    def _do_without_link(self, update: int) -> None:
+    def _do_without_link(self, nodes: Pair, update: int) -> None:
         try:
             self._plan_anew(update)
         except PlanError as problem:
-            self._doubted_links.discard(self._cut_links.pop())
+            self._cut_links.keep(nodes)
             self.record.notice(f"no plan does without the lost link ({problem}): trying again with it")
 
     def _plan_anew(self, update: int) -> None:
@@ -212,15 +205,16 @@ class Recovery:
             whole.plan.topology.node_of(whole.launched[number]).name for number, member in launched if member.slot.node.node_id == node_id
         }
 
-    # Devices that come back
+    # Devices and links that come back
 
     def _take_back(self, update: int) -> None:
-        """Use devices again whose nodes are back, or have room for them."""
+        """Use devices again whose nodes are back, or have room for them, and links whose nodes reach each other."""
         actors = self.coordinator.actors
-        if not actors.gone or time.monotonic() - self._looked_at_s < _LOOK_S:
+        if not (actors.gone or self._cut_links) or time.monotonic() - self._looked_at_s < _LOOK_S:
             return
         self._looked_at_s = time.monotonic()
-        if not (changes := self._replace()):
+        is_link_back = self._cut_links.come_back()
+        if not (changes := self._replace()) and not is_link_back:
             return
         if self.strategy is self._first:
             self.record.notice(f"update {update}: going on{changes}, which have nothing to do yet")
@@ -228,11 +222,17 @@ class Recovery:
         if actors.gone or self._cut_links:
             self._plan_anew(update)
         else:
-            self.adopt(self._first, update, "all devices are back")
+            self.adopt(self._first, update, "all devices are back" if changes else "all links are back")
         strategy = self.strategy
         programs = strategy.programs()
-        wiring = self.sums.begin(programs)
-        self.coordinator.move(strategy.devices, strategy.stages, order=self.build_order(), programs=programs, wiring=wiring)
+        self.coordinator.move(
+            strategy.devices,
+            strategy.stages,
+            order=self.build_order(),
+            programs=programs,
+            wiring=self.sums.begin(programs),
+            apart=list(self._cut_links),
+        )
         self.record.notice(f"update {update}: going on{changes}")
 
     def _sources(self) -> Iterator[Source]:

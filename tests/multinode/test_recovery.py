@@ -80,7 +80,8 @@ def test_lost_processes_nodes_and_links_leave_the_losses_as_they_are(tmp_path: P
         with running(machines, tmp_path / "calm", Settings(num_devices=3)) as run:
             run.until("update", at_least=NUM_UPDATES)
             calm = losses(run.folder)
-        with running(machines, tmp_path / "struck", Settings(num_devices=3)) as run:
+        # No fault is noticed by a message that is missed: processes are silent, and systems acknowledge nothing.
+        with running(machines, tmp_path / "struck", Settings(num_devices=3, message_timeout_s=300.0)) as run:
             run.until("update", at_least=20)
             os.kill(stage_process(machines, 1), signal.SIGKILL)
             run.until("notice", words="with new actors on node1/0")
@@ -104,6 +105,26 @@ def test_lost_processes_nodes_and_links_leave_the_losses_as_they_are(tmp_path: P
         assert len(found) > len(equal) > 60
         sources = [json.loads(line)["source"] for line in (run.folder / "failures.jsonl").read_text().splitlines()]
         assert sources == ["the copies in memory"] * 5
+
+
+@pytest.mark.parametrize("how", ["no route", "no packet"])
+def test_a_link_that_comes_back_is_used_again(tmp_path: Path, how: str) -> None:
+    settings = Settings(num_devices=3, message_timeout_s=300.0)
+    with cluster(nodes=3, cpus_per_node=1) as machines, running(machines, tmp_path, settings) as run:
+        run.until("update", at_least=20)
+        sever, rejoin = (machines.sever, machines.rejoin) if how == "no route" else (machines.part, machines.join)
+        sever(1, 2)
+        run.until("notice", words="nothing that was sent came through within 3 s")
+        run.until("notice", words="a link is lost")
+        run.go_on()
+        rejoin(1, 2)
+        run.until("notice", words="all links are back")
+        run.go_on()
+        found = losses(run.folder)
+        assert len(list(run.folder.glob("plan-until-update-*.json"))) == 2
+        (failure,) = (json.loads(line) for line in (run.folder / "failures.jsonl").read_text().splitlines())
+        assert failure["source"] == "the copies in memory"
+    assert len(found) > 40
 
 
 def test_devices_that_come_back_are_used_again(tmp_path: Path) -> None:
