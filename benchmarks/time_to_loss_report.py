@@ -217,7 +217,7 @@ def figure(found: Found, tasks: Sequence[str], layers_of: str) -> str:
         curves = dict(islice(_drawn(found, task, layers_of), 1 + _MOST_DRAWN))
         if curves:
             ends = [y for curve in curves.values() for _, y in curve]
-            panels.append(Panel(f"{task}: training loss", "simulated seconds", curves, min(ends), min(ends) * 1.35))
+            panels.append(Panel(f"{task}, seed 0: training loss", "simulated seconds", curves, min(ends), min(ends) * 1.35))
     return draw(panels)
 
 
@@ -231,11 +231,15 @@ def _drawn(found: Found, task: str, layers_of: str) -> Iterator[tuple[str, Curve
     optimizers = [optimizer for optimizer, loss in losses.items() if loss == least]
     late = sorted((row for each in optimizers for row in _late(found, task, each, layers_of)), key=lambda row: row.sooner, reverse=True)
     (curve,) = _of_seed_0(found, task, without_corrections(optimizers[0]), without, 0)
-    yield f"{best}", [(number * seconds[best]["update_s"], loss) for number, loss in _smoothed(curve)]
+    yield f"{best}, {without_corrections(optimizers[0])}", [(number * seconds[best]["update_s"], loss) for number, loss in _smoothed(curve)]
+    drawn = set()
     for row in late:
         cell = seconds[row.scheduled]
-        for curve in _of_seed_0(found, task, row.optimizer, cell["delays"], row.start)[:1]:
-            name = f"{row.scheduled}, {row.optimizer}, {row.start} updates on time"
+        if (key := (cell["delays"], row.start)) in drawn:
+            continue  # of schedules with one curve, the soonest
+        drawn.add(key)
+        for curve in _of_seed_0(found, task, row.optimizer, cell["delays"], row.start):
+            name = f"{row.scheduled}, {row.start} updates on time"
             more_s = row.start * (cell["drained_s"] - cell["update_s"])
             yield name, [(number * cell["update_s"] + more_s, loss) for number, loss in _smoothed(curve) if number >= row.start]
 
