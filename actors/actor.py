@@ -349,14 +349,14 @@ class StageActor:
         )
         if self._on.type != "cpu":
             self._executor.warm_up(stages.sample())
-        self._strike(CONNECT, self._num_windows)
+        self._strike(CONNECT, order.number)
         self._transport.connect()
 
     def _strike(self, before: str, window: int) -> None:
         assert self._stages is not None, "build comes first"
         transport = self._transport
         cut = (lambda: None) if transport is None else partial(transport.abort, "a scripted fault closed its connections")
-        self._stages.order.faults.strike(device=self.identity.device, before=before, window=window, cut=cut)
+        self._stages.order.faults.strike(device=self.identity.device, stages=self._stages.primary, before=before, window=window, cut=cut)
 
     def _library(self) -> cuda.Cuda | None:
         if self._on.type != "cpu" and self._cuda is None:

@@ -84,6 +84,7 @@ class ConnectOrder:
         wires: See `Wiring`.
         store: Where the actors find each other.
         prefix: Text unique to this run and epoch.
+        number: How often the devices of the run have met before; for faults.
         message_timeout_s: Limit for every later wait.
     """
 
@@ -99,6 +100,7 @@ class ConnectOrder:
     prefix: str
     connect_timeout_s: float
     message_timeout_s: float
+    number: int = 0
 
     def ways(self, device: int) -> dict[int, str]:
         """Return what a device's transfers to each other device have to share: its node's port, or nothing within the node."""

@@ -287,7 +287,8 @@ class ClusterConfig:
         start_timeout_s: Seconds within which all actors must be up.
         message_timeout_s: Seconds within which a message between stages must come; more than the slowest stage takes for its part of
             an update.
-        silence_timeout_s: Seconds within which an actor must answer a question about its state.
+        silence_timeout_s: Seconds within which an actor must answer a question about its state, and a node acknowledge what another one
+            sends.
     """
 
     address: str | None = None

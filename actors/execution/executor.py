@@ -323,7 +323,7 @@ class _WindowRun:
         since = self._read(step)
         executor.doing = step.doing
         if self.faults is not None:
-            self._strike(self.program.items[step.position], {bound.op.stage for bound in step.ops} & set(self.program.primary_stages))
+            self._strike(self.program.items[step.position], {bound.op.stage for bound in step.ops})
         for bound in step.ops:
             if bound.op.kind is OpKind.UPDATE:
                 self.updates.update(bound.op, step.position)
@@ -346,14 +346,15 @@ class _WindowRun:
         for weights, version in step.releases:
             weights.release(version)
 
-    def _strike(self, item: object, first_copies: Collection[int] = ()) -> None:
+    def _strike(self, item: object, of_op: Collection[int] | None = None) -> None:
         assert self.faults is not None, "there are faults to strike"
-        executor = self.executor
+        executor, primary = self.executor, self.program.primary_stages
         self.faults.strike(
             device=executor.device,
+            stages=primary if of_op is None else primary.intersection(of_op),
             before=str(item),
             window=self.window.number,
-            first_copies=first_copies,
+            is_op=of_op is not None,
             cut=lambda: executor.transport.abort("a scripted fault closed its connections"),
         )
 

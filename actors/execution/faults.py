@@ -18,7 +18,7 @@ class FaultKind(StrEnum):
     KILL = "kill"
     """The process dies at once, as if the machine had."""
     HANG = "hang"
-    """The Op does not end."""
+    """The device does nothing for some seconds, and goes on if nobody has missed it by then."""
     STOP = "stop"
     """The process does nothing any more, but is there."""
     CUT = "cut"
@@ -37,12 +37,15 @@ class ScriptedFault(RuntimeError):  # noqa: N818  # not an error of raypipe
 
 @dataclass(frozen=True)
 class Fault:
-    """One fault on a device, or on a stage's first copy before any Op, in a window of its program.
+    """One fault on a device, or on whatever device has the first copy of a stage, in a window of its program.
 
     Attributes:
         before: Text of what the device is about to do: an Op such as `2B1`, a message such as `activation 0->1 of microbatch 2`, which
-            the device sends or waits for, a sum such as `gradients of stage 1 for update 0`, `SAVE` or `CONNECT`.
-        window: Number of the window; of a `SAVE` that of the window before it, of a `CONNECT` that of the one behind it.
+            the device sends or waits for, a sum such as `gradients of stage 1 for update 0`, `SAVE` or `CONNECT`; `None` for any Op of the
+            stage.
+        window: Number of the window; of a `SAVE` that of the window before it; of a `CONNECT` how often the devices of the run have met
+            before, as they do when it begins, when it recovers and when layers move.
+        hang_s: For how long a device hangs.
         repeats: Whether it strikes again after each recovery of the run.
     """
 
@@ -54,6 +57,12 @@ class Fault:
     repeats: bool = False
     stage: int | None = None
 
+    def __post_init__(self) -> None:
+        if (self.device is None) == (self.stage is None):
+            raise ValueError("a fault strikes a device or a stage")
+        if self.before is None and self.stage is None:
+            raise ValueError("a fault on a device says before what")
+
 
 @dataclass(frozen=True)
 class FaultScript:
@@ -64,40 +73,41 @@ class FaultScript:
     def fail_at(
         self,
         *,
-        device: int,
-        before: str,
+        device: int | None = None,
+        stage: int | None = None,
+        before: str | None = None,
         kind: FaultKind = FaultKind.RAISE,
         window: int = 0,
         hang_s: float = 3600.0,
         repeats: bool = False,
     ) -> FaultScript:
-        """Return the script with one more fault."""
-        return replace(self, faults=(*self.faults, Fault(device, before, kind, window, hang_s, repeats)))
-
-    def fail_stage(self, stage: int, *, kind: FaultKind, window: int = 0) -> FaultScript:
-        """Return the script with one more fault, on whatever device has the first copy of a stage."""
-        return replace(self, faults=(*self.faults, Fault(None, None, kind, window, stage=stage)))
+        """Return the script with one more `Fault`, on a device or a stage; raises `ValueError` where it is on none or on both."""
+        return replace(self, faults=(*self.faults, Fault(device, before, kind, window, hang_s, repeats, stage)))
 
     def after(self, window: int) -> FaultScript:
         """Return what is left once a window has failed."""
-        return replace(self, faults=tuple(fault for fault in self.faults if fault.repeats or fault.window > window))
+        # How often devices meet does not depend on windows, and they never meet for the same time again.
+        left = (fault for fault in self.faults if fault.repeats or fault.window > window or fault.before == CONNECT)
+        return replace(self, faults=tuple(left))
 
     def strike(
         self,
         *,
         device: int,
+        stages: Collection[int],
         before: str,
         window: int,
-        first_copies: Collection[int] = (),
+        is_op: bool = False,
         cut: Callable[[], object] = lambda: None,
     ) -> None:
         """Inject the faults before what this device is about to do; one of kind `raise` raises `ScriptedFault`.
 
-        An Op that is next belongs to the `first_copies` of stages. `cut` closes the device's connections.
+        `stages` are those that it does it for, as far as it has their first copies. `cut` closes the device's connections.
         """
         for fault in self.faults:
-            is_here = (fault.device, fault.before) == (device, before) or fault.stage in first_copies
-            if is_here and fault.window == window:
+            is_here = fault.device == device if fault.stage is None else fault.stage in stages
+            is_next = fault.before == before or (fault.before is None and is_op)
+            if is_here and is_next and fault.window == window:
                 match fault.kind:
                     case FaultKind.KILL:
                         os.kill(os.getpid(), signal.SIGKILL)

@@ -128,13 +128,13 @@ class Coordinator:
         self.patterns, self._wires = dict(wiring.patterns), wiring.wires
         order, specs, infos = self._connect_order(), self._edge_specs(cut), self.actors.infos
         self.actors.ask(
+            "taking programs",
+            lambda device, actor: actor.load_programs.remote({name: of_devices[device] for name, of_devices in self._programs.items()}),
+        )
+        self.actors.ask(
             "connecting",
             lambda device, actor: actor.connect.remote(order, specs, host_ip=infos[device].ip),
             timeout_s=2 * self.cluster.start_timeout_s,
-        )
-        self.actors.ask(
-            "taking programs",
-            lambda device, actor: actor.load_programs.remote({name: of_devices[device] for name, of_devices in self._programs.items()}),
         )
         self.clocks.read()
         self.actors.patience_s = self.cluster.silence_timeout_s
@@ -170,6 +170,7 @@ class Coordinator:
             prefix=f"{self.run}/{self._epoch}",
             connect_timeout_s=timeout_s,
             message_timeout_s=self.cluster.message_timeout_s,
+            number=self._epoch,
         )
 
     def _edge_specs(self, cut: Cut) -> EdgeSpecs:

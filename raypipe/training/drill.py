@@ -2,17 +2,60 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from raypipe.actors.execution.faults import FaultKind, FaultScript
+from raypipe.actors.execution.faults import CONNECT, SAVE, FaultKind, FaultScript
+from raypipe.actors.execution.programs import executable_programs
+from raypipe.artifacts.plan import Plan
 from raypipe.config import TrainConfig
-from raypipe.errors import ConfigError
+from raypipe.errors import ConfigError, suggestion
 from raypipe.training.result import Result
 from raypipe.training.trainer import Trainer
 
 _WINDOWS_BEFORE = 2
 _WINDOWS_BEHIND = 2
+
+
+@dataclass(frozen=True)
+class DrillFault:
+    """A fault of a drill, on a stage or on a device by number; attributes as of `raypipe.actors.execution.faults.Fault`."""
+
+    kind: FaultKind
+    stage: int | None = None
+    device: int | None = None
+    before: str | None = None
+    hang_s: float = 3600.0
+
+    @classmethod
+    def parse(cls, kind: FaultKind, text: str) -> DrillFault:
+        """Return a fault from text such as `2`, `stage=2`, `device=1,before=save` or `stage=0,for=5,before=0B1`.
+
+        `before` comes last. A device needs one.
+
+        Raises:
+            ConfigError: The text says something else.
+        """
+        places, _, before = text.partition("before=")
+        fields = dict(field.partition("=")[::2] for field in places.strip(", ").split(",") if field)
+        if list(fields.values()) == [""]:
+            fields = {"stage": next(iter(fields))}
+        try:
+            stage, device = (int(fields.pop(name)) if name in fields else None for name in ("stage", "device"))
+            hang_s = float(fields.pop("for", 3600.0))
+        except ValueError as error:
+            raise ConfigError(f"{text!r}: {error}; {_PLACES}") from None
+        if fields or (stage is None) == (device is None) or (device is not None and not before):
+            raise ConfigError(f"{text!r} is no place for a fault; {_PLACES}")
+        return cls(kind, stage, device, before or None, hang_s)
+
+    @property
+    def place(self) -> str:
+        """Return where it strikes, in words."""
+        return f"stage {self.stage}" if self.stage is not None else f"device {self.device}"
+
+
+_PLACES = "write stage=N, or device=N,before=WHAT; before=WHAT may follow stage=N, and for=SECONDS how long it hangs"
 
 
 @dataclass(frozen=True)
@@ -28,27 +71,72 @@ class Drill:
         return max(abs(ours - theirs) for ours, theirs in zip(self.calm.losses, self.struck.losses, strict=True))
 
 
-def drill(config: TrainConfig, faults: Mapping[FaultKind, Sequence[int]]) -> Drill:
-    """Train for some windows without faults and with them; `faults` are the stages that each kind strikes, a window each.
+def drill(config: TrainConfig, faults: Sequence[DrillFault]) -> Drill:
+    """Train for some windows without faults and with them, each in a window of its own.
 
-    The runs are called as that of the configuration, and `-drill`.
+    A fault before `CONNECT` strikes while the run recovers from an error of stage 0. If there is one before `SAVE`, both runs save behind
+    every window. The runs are called as that of the configuration, and `-drill`.
 
     Raises:
-        ConfigError: There is no such stage.
+        ConfigError: There is no such stage or device, or it never does what a fault is to strike before.
         RunError: A run did not recover.
     """
-    struck = [(kind, stage) for kind, stages in faults.items() for stage in stages]
-    num_updates = config.schedule.updates_per_window * (_WINDOWS_BEFORE + len(struck) + _WINDOWS_BEHIND)
+    # Those before CONNECT come first: then it is known how often the devices have met by then.
+    ordered = sorted(faults, key=lambda fault: fault.before != CONNECT)
+    num_windows = _WINDOWS_BEFORE + len(ordered) + sum(fault.before == SAVE for fault in ordered) + _WINDOWS_BEHIND
+    per_window = config.schedule.updates_per_window
+    run = replace(
+        config.run,
+        name=f"{config.run.name}-drill",
+        num_updates=per_window * num_windows,
+        checkpoint_every_s=0.0,
+        checkpoint_every=per_window if any(fault.before == SAVE for fault in ordered) else 0,
+        sample_bytes=0,
+    )
     short = replace(
         config,
-        run=replace(config.run, name=f"{config.run.name}-drill", num_updates=num_updates, checkpoint_every_s=0.0, sample_bytes=0),
+        run=run,
         data=replace(config.data, num_validation_microbatches=0),
         failure=replace(config.failure, max_failures=max(config.failure.max_failures, 1)),
     )
     calm = Trainer.of(short).fit()
-    script = FaultScript()
-    for number, (kind, stage) in enumerate(struck):
-        if not 0 <= stage < calm.plan.schedule.num_stages:
-            raise ConfigError(f"the run has the stages 0 to {calm.plan.schedule.num_stages - 1}, not {stage}; choose one of them to {kind}")
-        script = script.fail_stage(stage, kind=kind, window=_WINDOWS_BEFORE + number)
-    return Drill(calm, Trainer.of(short, faults=script).fit())
+    for fault in ordered:
+        _check(fault, calm.plan)
+    return Drill(calm, Trainer.of(short, faults=_script(ordered)).fit())
+
+
+def _script(faults: Sequence[DrillFault]) -> FaultScript:
+    script, window, num_met = FaultScript(), _WINDOWS_BEFORE, 1
+    for fault in faults:
+        at = window
+        if fault.before == CONNECT:
+            script = script.fail_at(stage=0, kind=FaultKind.RAISE, window=window)
+            at, num_met = num_met, num_met + 2  # they meet in vain, and once more
+        script = script.fail_at(
+            stage=fault.stage, device=fault.device, before=fault.before, kind=fault.kind, window=at, hang_s=fault.hang_s
+        )
+        window += 1 + (fault.before == SAVE)  # what strikes while a window is saved is felt in the next one
+    return script
+
+
+def _check(fault: DrillFault, plan: Plan) -> None:
+    programs = executable_programs(plan.schedule, plan.placement)
+    if fault.stage is not None and not 0 <= fault.stage < plan.schedule.num_stages:
+        raise ConfigError(
+            f"the run has the stages 0 to {plan.schedule.num_stages - 1}, not {fault.stage}; choose one of them to {fault.kind}"
+        )
+    if fault.device is not None and not 0 <= fault.device < len(programs):
+        raise ConfigError(f"the run has the devices 0 to {len(programs) - 1}, not {fault.device}; choose one of them to {fault.kind}")
+    if fault.before in {None, SAVE} or (fault.before == CONNECT and fault.kind is not FaultKind.HANG):
+        return
+    if fault.before == CONNECT:
+        raise ConfigError(f"a device that hangs before {CONNECT} may be awaited; choose another fault there")
+    texts: set[str] = set()
+    for number, program in enumerate(programs):
+        if fault.device == number or fault.stage in program.primary_stages:
+            for item in program.items:
+                texts.add(str(getattr(item, "message", getattr(item, "collective", item))))
+    # A sum may be done in parts, which have more in their names.
+    if not any(str(fault.before).startswith(text) for text in texts):
+        near = suggestion(str(fault.before), texts) or f"; it does, for example, {', '.join(sorted(texts)[:3])}"
+        raise ConfigError(f"{fault.place} never does {fault.before!r}{near}")

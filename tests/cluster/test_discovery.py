@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 
-from raypipe.cluster.discovery import spare_slots
+from raypipe.cluster.discovery import end_processes, spare_slots
 from raypipe.cluster.slots import ClusterNode, DeviceSlot
 
 A = ClusterNode("a", "10.0.0.1", label="a", num_cpus=2)
@@ -31,6 +31,12 @@ def test_actors_of_a_lost_node_take_the_room_that_others_have(monkeypatch: pytes
 
 def test_a_node_that_does_not_answer_is_taken_for_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     assert spare(monkeypatch, [A, B], [1], without=("b",)) == {1: "a/1"}
+
+
+def test_a_node_that_is_not_reached_is_not_waited_for_to_end_its_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("raypipe.cluster.discovery.reaches", lambda _address, _port, *, timeout_s: timeout_s < 0)
+    assert end_processes([(dataclasses.replace(node, port=7001), 12) for node in (A, B)]) == {"a", "b"}
+    assert end_processes([]) == set()
 
 
 def test_a_cpu_slot_is_not_replaced_by_one_of_a_node_with_other_devices(monkeypatch: pytest.MonkeyPatch) -> None:

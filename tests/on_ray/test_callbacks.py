@@ -168,7 +168,7 @@ def test_a_run_goes_on_without_a_callback_that_fails_and_ends_saved_where_it_nee
 
 def test_failures_and_recoveries_are_told_and_their_windows_come_again(tmp_path: Path) -> None:
     events = Events()
-    faults = FaultScript().fail_stage(1, kind=FaultKind.RAISE, window=1)
+    faults = FaultScript().fail_at(stage=1, kind=FaultKind.RAISE, window=1)
     started = trainer(tmp_path, events, "csv", faults=faults)
     started.config = replace(started.config, data=DataConfig(path="", num_validation_microbatches=0))  # the fault strikes training
     result = started.fit()

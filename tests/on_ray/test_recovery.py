@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from raypipe.actors.execution.faults import CONNECT, SAVE, FaultKind, FaultScript
 from raypipe.artifacts.plan import Plan
+from raypipe.callbacks.base import Callback
 from raypipe.cluster.discovery import spare_slots
 from raypipe.cluster.slots import DeviceSlot
 from raypipe.config import (
@@ -26,7 +28,7 @@ from raypipe.config import (
 )
 from raypipe.data.prepare import prepare
 from raypipe.errors import ConfigError, StageFailedError, StageRaisedError
-from raypipe.training.drill import drill
+from raypipe.training.drill import DrillFault, drill
 from raypipe.training.trainer import Trainer
 from tests.actors.oracles import NUM_ROWS, RandomRows
 
@@ -119,15 +121,20 @@ def test_a_fault_while_a_checkpoint_is_written_costs_that_checkpoint_at_most(tmp
     assert {"update-000009", "update-000012"} <= kept
 
 
-def test_a_device_that_is_lost_again_while_a_run_recovers_is_replaced_again(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", [FaultKind.KILL, FaultKind.RAISE, FaultKind.CUT])
+def test_a_device_that_is_lost_again_while_a_run_recovers_is_replaced_again(tmp_path: Path, kind: FaultKind) -> None:
     calm = trainer(tmp_path / "calm").fit()
     faults = FaultScript().fail_at(device=1, before="1B2", kind=FaultKind.KILL, window=1)
-    # The survivor has done one window when it meets the new actor.
-    faults = faults.fail_at(device=0, before=CONNECT, kind=FaultKind.KILL, window=2)
+    # The devices have met once when the survivor meets the new actor.
+    faults = faults.fail_at(device=0, before=CONNECT, kind=kind, window=1)
     faults = faults.fail_at(device=0, before="0B2", kind=FaultKind.KILL, window=2)
-    found = trainer(tmp_path / "struck", faults=faults).fit()
+    said: list[str] = []
+    struck = trainer(tmp_path / "struck", faults=faults)
+    struck.callbacks.append(Said(said))
+    found = struck.fit()
     assert found.losses == calm.losses
     assert [failure["from_update"] for failure in failures(found.path)] == [3, 6]
+    assert sum("recovering failed, trying again" in text for text in said) == 1
 
 
 def test_a_fault_in_the_first_window_begins_the_run_anew(tmp_path: Path) -> None:
@@ -141,7 +148,7 @@ def test_a_fault_in_the_first_window_begins_the_run_anew(tmp_path: Path) -> None
 
 def test_a_run_that_adapts_recovers_and_goes_on_adapting(tmp_path: Path) -> None:
     calm = trainer(tmp_path / "calm").fit()
-    faults = FaultScript().fail_stage(0, kind=FaultKind.KILL, window=1)
+    faults = FaultScript().fail_at(stage=0, kind=FaultKind.KILL, window=1)
     scaling = ScalingConfig(num_devices=2)
     found = trainer(tmp_path / "struck", schedule="auto", scaling=scaling, faults=faults, adapts=True).fit()
     assert found.losses == pytest.approx(calm.losses, abs=1e-10)
@@ -210,6 +217,16 @@ def test_without_another_device_a_run_goes_on_with_a_new_plan_until_the_device_i
     assert failure["from_update"] == 3
 
 
+class Said(Callback):
+    """Keeps what a run says."""
+
+    def __init__(self, said: list[str]) -> None:
+        self.said = said
+
+    def on_notice(self, text: str) -> None:
+        self.said.append(text)
+
+
 def test_a_drill_strikes_stages_and_compares(tmp_path: Path) -> None:
     source = tmp_path / "text"
     source.mkdir()
@@ -226,9 +243,22 @@ def test_a_drill_strikes_stages_and_compares(tmp_path: Path) -> None:
         run=RunConfig(name="gpt", storage_path=str(tmp_path)),
         failure=FailureConfig(copy_share=1.0),
     )
-    found = drill(config, {FaultKind.KILL: [1], FaultKind.RAISE: [0]})
+    kill, fail = partial(DrillFault.parse, FaultKind.KILL), partial(DrillFault.parse, FaultKind.RAISE)
+    found = drill(
+        config,
+        [
+            kill("stage=1"),
+            fail("0"),
+            kill("device=1,before=save"),
+            kill("stage=0,before=gradient 1->0 of microbatch 1"),
+            kill("stage=1,before=connect"),
+        ],
+    )
     assert found.largest_difference == 0.0
-    assert [(failure.update, failure.from_update) for failure in found.struck.recoveries] == [(4, 4), (6, 6)]
+    # Windows of two updates: first that with the fault before the devices meet. What is killed while it saves is missed in the next window.
+    assert [(failure.update, failure.from_update) for failure in found.struck.recoveries] == [(4, 4), (6, 6), (8, 8), (12, 12), (14, 14)]
     assert Path(found.struck.path).name == "gpt-drill-2"
     with pytest.raises(ConfigError, match="the run has the stages 0 to 1, not 2; choose one of them to kill"):
-        drill(config, {FaultKind.KILL: [2]})
+        drill(config, [kill("stage=2")])
+    with pytest.raises(ConfigError, match=r"stage 1 never does '1B5'; did you mean '1B[0-3]'"):
+        drill(config, [kill("stage=1,before=1B5")])

@@ -1,0 +1,60 @@
+"""From which nodes the states of layers come where some nodes do not reach each other, and which nodes keep copies."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from raypipe.cluster.slots import ClusterNode, DeviceSlot
+from raypipe.cluster.stage_actors import StageActors
+from raypipe.cluster.state_copies import StateCopies
+from raypipe.cluster.states import within_reach
+
+HOLDERS = {"a's": {"a"}, "b's": {"b"}, "of b and c": {"b", "c"}, "small": set[str]()}
+APART = [frozenset("ab")]
+
+
+class Handle:
+    """An actor that hands on what it is given."""
+
+    def __init__(self, node: str) -> None:
+        self.hand_on = SimpleNamespace(remote=lambda part: f"{part} by {node}")
+
+
+def actors(nodes: str) -> StageActors:
+    members = [SimpleNamespace(handle=Handle(name), slot=DeviceSlot(ClusterNode(name, name), f"{name}/0")) for name in nodes]
+    return cast(StageActors, SimpleNamespace(members=members, alive=lambda: dict(enumerate(members))))
+
+
+@pytest.fixture(autouse=True)
+def locations(monkeypatch: pytest.MonkeyPatch) -> None:
+    def where(parts: Sequence[str]) -> dict[str, Any]:
+        return {part: {"node_ids": sorted(HOLDERS[part])} for part in parts}
+
+    monkeypatch.setattr("ray.experimental.get_object_locations", where)
+
+
+def test_a_state_on_a_node_that_is_not_reached_is_handed_on_by_one_that_has_it_or_reaches_both() -> None:
+    states = {0: ["a's"], 1: ["b's", "of b and c"], 2: ["small"]}
+    found = within_reach(actors("abc"), states, 0, [0, 1, 2], apart=APART)
+    assert found == {0: ["a's"], 1: ["b's by c", "of b and c by c"], 2: ["small"]}
+
+
+def test_a_device_whose_node_reaches_all_others_gets_states_as_they_are() -> None:
+    states = {1: ["b's"]}
+    assert within_reach(actors("abc"), states, 2, [1], apart=APART) is states
+    assert within_reach(actors("abc"), states, 0, [1], apart=[]) is states
+
+
+def test_without_a_node_between_a_state_is_left_to_ray() -> None:
+    assert within_reach(actors("ab"), {1: ["b's"]}, 0, [1], apart=APART) == {1: ["b's"]}
+
+
+def test_copies_are_kept_by_nodes_that_are_reached() -> None:
+    copies = StateCopies(actors("abc"), share=1.0)
+    assert copies._keepers() == {0: 1, 1: 2, 2: 0}
+    copies.cut_links = APART
+    assert copies._keepers() == {0: 2, 1: 2, 2: 0}
