@@ -94,7 +94,7 @@ def late_delays(optimizer: str) -> dict[str, str]:
 def differences(optimizer: str, rate: float, delays: str, start: int) -> dict[int, float]:
     """Return by how much runs with late gradients end above synchronous ones, by seed."""
     late = FOUND.losses("gpt", optimizer, rate, delays, start)
-    on_time = FOUND.losses("gpt", optimizer, rate, synchronous_delays(FOUND.store, "gpt"))
+    on_time = FOUND.on_time("gpt", optimizer, rate, delays)
     return {seed: late[seed] - on_time[seed] for seed in late.keys() & on_time.keys()}
 
 

@@ -41,6 +41,14 @@ class Found:
             optimizer = without_corrections(optimizer)
         return {cell["seed"]: last(cell) for cell in self.curves(task, optimizer, num_updates) if wanted.items() <= cell.items()}
 
+    def on_time(self, task: str, optimizer: str, rate: float, delays: str) -> dict[int, float]:
+        """Return the losses with which late ones are compared: of the same order, all updates drained, or else of any synchronous one.
+
+        Orders that divide rows into other microbatches round otherwise, which alone moves runs apart.
+        """
+        drained = self.losses(task, optimizer, rate, delays, self.num_updates)
+        return self.losses(task, optimizer, rate, synchronous_delays(self.store, task)) | drained
+
     def best_rate(self, task: str, optimizer: str) -> float | None:
         """Return the rate with the least synchronous loss of seed 0."""
         without = synchronous_delays(self.store, task)
@@ -65,7 +73,7 @@ class Found:
         """Return the numbers of synchronous updates of the late curves with these delays, at the best rate."""
         rate = self.best_rate(task, optimizer)
         curves = [cell for cell in self.curves(task, optimizer) if (cell["learning_rate"], cell["delays"]) == (rate, delays)]
-        return sorted({cell["synchronous_updates"] for cell in curves})
+        return sorted({cell["synchronous_updates"] for cell in curves} - {self.num_updates})
 
     def mean_update_s(self, cell: dict[str, Any], start: int) -> float:
         """Return the mean seconds of an update of a run whose first `start` updates are drained."""
@@ -77,12 +85,13 @@ class Found:
         rate, without = self.best_rate(task, optimizer), synchronous_delays(self.store, task)
         if rate is None:
             return None
-        late, on_time = self.losses(task, optimizer, rate, delays, start), self.losses(task, optimizer, rate, without)
+        late, synchronous = self.losses(task, optimizer, rate, delays, start), self.losses(task, optimizer, rate, without)
+        on_time = self.on_time(task, optimizer, rate, delays)
         half = self.losses(task, optimizer, rate, without, num_updates=self.num_updates // 2)
         seeds = late.keys() & on_time.keys()
-        if not seeds or 0 not in half or 0 not in on_time:
+        if not seeds or 0 not in half or 0 not in synchronous:
             return None
-        slope = (half[0] - on_time[0]) / math.log(2)
+        slope = (half[0] - synchronous[0]) / math.log(2)
         return math.exp(fmean(late[seed] - on_time[seed] for seed in seeds) / slope)
 
 
@@ -136,7 +145,9 @@ def _losses(found: Found, task: str) -> Rows:
         best = found.best_rate(task, optimizer)
         keys = {(cell["learning_rate"], cell["delays"], cell["synchronous_updates"]) for cell in curves}
         for rate, delays, start in sorted(keys, key=lambda key: (key[0], key[1] != without, key)):
-            losses, on_time = found.losses(task, optimizer, rate, delays, start), found.losses(task, optimizer, rate, without)
+            losses, on_time = found.losses(task, optimizer, rate, delays, start), found.on_time(task, optimizer, rate, delays)
+            if start == found.num_updates:
+                on_time = found.losses(task, optimizer, rate, without)
             differences = [losses[seed] / on_time[seed] - 1 for seed in sorted(losses.keys() & on_time.keys())]
             spread = f" +-{stdev(differences):.2%}" if len(differences) > 1 else ""
             more = found.more_updates(task, optimizer, delays, start) if rate == best else None
