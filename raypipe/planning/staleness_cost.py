@@ -17,7 +17,7 @@ from raypipe.units import seconds
 
 MEASURED: Mapping[str, tuple[tuple[float, float], ...]] = {
     OptimizerName.NADAMW.value: ((0.0, 1.0), (0.05, 1.03), (0.09, 1.06), (0.11, 1.1), (0.22, 1.33), (0.37, 2.98), (0.99, 5.1)),
-    OptimizerName.MUON.value: ((0.0, 1.0), (0.12, 1.04), (1.0, 2.15)),
+    OptimizerName.MUON.value: ((0.0, 1.0), (0.12, 1.03), (1.0, 2.15)),
 }
 """Points (mean delay in updates, number of updates over that without delay), by rising delay; straight lines between and beyond. Muon's
 are those with `optimizer.gradient_correction`, of one seed: what lies between is interpolated, not measured."""
