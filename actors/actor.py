@@ -295,8 +295,12 @@ class StageActor:
         """Return what this actor is given, which then lies in the store of its node."""
         return state
 
-    def hold(self, device: int, update: int, *states: PackedState) -> None:
-        """Keep the states of another node's device behind an update. Answered while the other methods compute."""
+    def hold(self, device: int, update: int, oldest: int, *states: PackedState) -> None:
+        """Keep the states of another node's device behind an update, and of all devices none behind those before `oldest`.
+
+        Answered while the other methods compute.
+        """
+        self.drop_held(oldest)
         # Ray keeps its copy of an object on this node for as long as a process here uses the object's memory.
         self._held[device, update] = states
 

@@ -8,14 +8,15 @@ copies of an object are, and takes the one that is left.
 from __future__ import annotations
 
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import ray
 
+from raypipe.cluster.actor_group import Member
 from raypipe.cluster.stage_actors import COPIES, StageActors
-from raypipe.cluster.states import States, all_parts, by_layer
+from raypipe.cluster.states import Parts, States, by_layer, export_states, exported_layers
 
 # Until then, or for so many times what other nodes have taken, a node may fetch copies: it may not reach the node that has them.
 _SLOW_S = 60.0
@@ -39,6 +40,9 @@ class StateCopies:
         self._kept: list[StateCopy] = []  # from old to new; of the last, nodes may still fetch their parts
         self._fetching: dict[Any, tuple[str, str]] = {}  # calls, not answered yet; node of the layers, and the node that is to keep a copy
         self._apart: set[tuple[str, str]] = set()  # nodes of which the second could not fetch copies from the first
+        self._members: Sequence[Member] = ()  # of which the layers are known that they export
+        self._layers: dict[int, list[int]] = {}  # by device
+        self._holding: dict[int, int] = {}  # by the number of its slot, the newest update of which an actor keeps other nodes' layers
         self._usual_s = float("inf")  # for a node to fetch copies
         self._taken_at_s = -float("inf")
         self._took_s = 0.0
@@ -51,22 +55,38 @@ class StateCopies:
         if self._is_fetching() or is_early:
             return False
         since_s = time.monotonic()
-        parts = all_parts(self._actors)
+        parts = self._export()
         oldest = self._kept[-1].update if self._kept else update
         self._kept = [*self._kept[-1:], StateCopy(update, by_layer(parts))]
-        for number, member in enumerate(self._actors.launched):
-            if number not in self._actors.gone:
-                member.handle.drop_held.options(concurrency_group=COPIES).remote(oldest)
         self._fetching = {}
-        nodes = [member.slot.node.node_id for member in self._actors.members]
-        for device, keeper in self._keepers().items():
-            if of_device := parts.get(device):
-                hold = self._actors.members[keeper].handle.hold.options(concurrency_group=COPIES)
-                self._fetching[hold.remote(device, update, *(state for _, state in of_device))] = (nodes[device], nodes[keeper])
+        members, keepers = self._actors.members, {device: keeper for device, keeper in self._keepers().items() if device in parts}
+        for device, keeper in keepers.items():
+            states = [state for _, state in parts[device]]
+            call = members[keeper].handle.hold.options(concurrency_group=COPIES).remote(device, update, oldest, *states)
+            self._fetching[call] = (members[device].slot.node.node_id, members[keeper].slot.node.node_id)
+        self._drop_elsewhere({self._actors.devices[keeper] for keeper in keepers.values()}, update=update, oldest=oldest)
         self._taken_at_s = time.monotonic()
         self._took_s = self._taken_at_s - since_s
         self.seconds += self._took_s
         return True
+
+    def _drop_elsewhere(self, keeping: Collection[int], *, update: int, oldest: int) -> None:
+        """Let actors that keep no new copies drop their old ones; those that keep new ones do so by themselves."""
+        alive = self._actors.alive()
+        for number, last in list(self._holding.items()):
+            if number not in keeping and last < oldest:
+                del self._holding[number]
+                if number in alive:
+                    alive[number].handle.drop_held.options(concurrency_group=COPIES).remote(oldest)
+        self._holding |= dict.fromkeys(keeping, update)
+
+    def _export(self) -> Parts:
+        # Which layers a device exports changes only when stages are assigned anew.
+        if self._members is not self._actors.members:
+            whole, stepped = exported_layers(self._actors)
+            self._layers = {device: [*whole[device], *stepped[device]] for device in whole}
+            self._members = self._actors.members
+        return export_states(self._actors, self._layers)
 
     def _is_fetching(self) -> bool:
         if not self._fetching:

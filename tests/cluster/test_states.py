@@ -58,3 +58,23 @@ def test_copies_are_kept_by_nodes_that_are_reached() -> None:
     assert copies._keepers() == {0: 1, 1: 2, 2: 0}
     copies.cut_links = APART
     assert copies._keepers() == {0: 2, 1: 2, 2: 0}
+
+
+def test_actors_that_keep_no_new_copies_drop_their_old_ones_once_newer_ones_are_kept() -> None:
+    calls: list[tuple[str, int]] = []
+
+    class Dropping:
+        def __init__(self, name: str) -> None:
+            call = SimpleNamespace(remote=lambda before: calls.append((name, before)))
+            self.drop_held = SimpleNamespace(options=lambda **_: call)
+
+    alive = {number: SimpleNamespace(handle=Dropping(name)) for number, name in enumerate("abc")}
+    copies = StateCopies(cast(StageActors, SimpleNamespace(alive=lambda: alive)), share=1.0)
+    for update, keeping in ((1, {0, 1}), (2, {1, 2}), (3, {1, 2}), (4, {1, 2})):
+        copies._drop_elsewhere(keeping, update=update, oldest=max(update - 1, 1))
+    assert calls == [("a", 2)]
+    del alive[2]
+    for update in (5, 6):
+        copies._drop_elsewhere({0, 1}, update=update, oldest=update - 1)
+    assert calls == [("a", 2)]
+    assert copies._holding.keys() == {0, 1}
