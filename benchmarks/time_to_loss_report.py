@@ -226,7 +226,7 @@ def figure(found: Found, tasks: Sequence[str], layers_of: str) -> str:
     panels = []
     for task in tasks:
         curves = dict(islice(_drawn(found, task, layers_of), 1 + _MOST_DRAWN))
-        if curves:
+        if len(curves) > 1:  # one alone compares nothing
             ends = [y for curve in curves.values() for _, y in curve]
             panels.append(Panel(f"{task}, seed 0: training loss", "simulated seconds", curves, min(ends), min(ends) * 1.35))
     return draw(panels)
