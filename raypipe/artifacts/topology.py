@@ -252,7 +252,7 @@ class ClusterTopology:
             resources: dict[int, list[str]] = {}
             for number, target in enumerate(devices):
                 if target != source:
-                    names = [name for name, _ in self.path(source, target).resources]
+                    names = [name for name, _ in self.reach(source, target).resources]
                     resources[number] = names if names and self._is_stated(source, target) else [*names, "the port of the node"]
             found.append(ways(resources))
         return tuple(found)

@@ -355,6 +355,8 @@ def test_stated_links_are_wires_of_their_own_unless_they_share_a_bottleneck() ->
     assert wires[0][3] == wires[0][4]
     assert wires[0][5] == wires[0][6], "nobody said that these are apart"
     assert len(set(wires[5].values())) == 1
+    parted = dataclasses.replace(topology, default_link=None)
+    assert parted.wires(["d0", "d1", "d5"])[0].keys() == {1, 2}, "pairs without a link send each other nothing"
 
 
 def test_a_route_takes_the_latencies_and_shares_the_wires_of_the_links_that_it_passes() -> None:
