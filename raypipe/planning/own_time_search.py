@@ -81,7 +81,7 @@ class OwnTimeSearch:
         links: dict[str, tuple[float, float]] = {}  # When each link begins, and its seconds for each microbatch.
         for stage, group in enumerate(layout.workers):
             forward_s, backward_s, sum_s = estimator.stage(group, layout.cuts[stage], layout.cuts[stage + 1])
-            backward_s += forward_s if stage in again else 0.0  # not times a truth value: it may be infinite
+            backward_s += forward_s * (stage in again)
             longest_s = max(longest_s, head_s + num_microbatches * (forward_s + backward_s) + sum_s)
             if stage + 1 == layout.num_stages:
                 break
