@@ -43,8 +43,7 @@ class Layout:
         ahead: For each hop from a worker to the next, the forwards that all workers before it run ahead of the order to hide its messages;
             empty for none.
         times: Times of the stages by which the order is searched for, where it is (`zb-auto`); empty for equal ones.
-        hops_s: Seconds of a message of each hop, for the same search.
-        sums_s: Seconds of each stage's sum behind its last backward, for the same search.
+        latency_s: Seconds of the slowest message, for the same search.
     """
 
     cuts: tuple[int, ...]
@@ -58,8 +57,7 @@ class Layout:
     listed: tuple[int, ...] | None = None
     ahead: tuple[int, ...] = ()
     times: tuple[StageTimes, ...] = ()
-    hops_s: tuple[float, ...] = ()
-    sums_s: tuple[float, ...] = ()
+    latency_s: float = 0.0
 
     @property
     def num_stages(self) -> int:
