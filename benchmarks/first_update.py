@@ -1,6 +1,7 @@
 """How long the first update takes to come: a plain process that builds a model and steps once, against `raypipe`, both from their start.
 
 python benchmarks/first_update.py [--json FILE]            # 135 M parameters in 30 equal blocks on 4 stages; some minutes
+python benchmarks/first_update.py --model data/smollm2     # a folder of transformers, with its weights
 """
 
 from __future__ import annotations
@@ -41,6 +42,21 @@ torch.nn.utils.clip_grad_norm_(weights, 1.0)
 optimizer.step()
 """
 
+PLAIN_LOADED = """
+import json, sys
+s = json.loads(sys.argv[1])
+import torch
+from transformers import AutoModelForCausalLM
+torch.set_num_threads(s["threads"])
+model = AutoModelForCausalLM.from_pretrained(s["folder"], dtype=torch.float32)
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+for number in range(s["microbatches"]):
+    rows = torch.randint(s["vocabulary"], (s["rows"], s["length"]), generator=torch.Generator().manual_seed(number))
+    (model(input_ids=rows, labels=rows).loss / s["microbatches"]).backward()
+torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+optimizer.step()
+"""
+
 RAYPIPE = """
 import json, sys, time
 s = json.loads(sys.argv[1])
@@ -63,8 +79,8 @@ class First(raypipe.Callback):
         run.stop("that was it")
 
 raypipe.Trainer(
-    s["examples"] + "/llama.py:llama",
-    model_options=s["options"],
+    "hf:" + s["folder"] if s["folder"] else s["examples"] + "/llama.py:llama",
+    model_options={} if s["folder"] else s["options"],
     batches=lambda split: Rows(),
     schedule_config=raypipe.ScheduleConfig(num_microbatches=s["microbatches"], microbatch_size=s["rows"], updates_per_window=1),
     scaling_config=raypipe.ScalingConfig(num_devices=s["devices"], profile=s["profile"]),
@@ -84,6 +100,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=1)
     parser.add_argument("--length", type=int, default=256)
     parser.add_argument("--devices", type=int, default=4)
+    parser.add_argument("--model", metavar="FOLDER", help="a model of transformers in place of one of the sizes above")
     parser.add_argument("--json", help="file for the results")
     arguments = parser.parse_args()
     options = {
@@ -95,11 +112,12 @@ def main() -> None:
         "d_hidden": arguments.d_model * 8 // 3,
     }
     sizes = {name: getattr(arguments, name) for name in ("vocabulary", "microbatches", "rows", "length", "devices")}
-    common = {"examples": str(ROOT / "examples"), "options": options, "threads": os.cpu_count(), **sizes}
+    folder_of_model = os.path.abspath(arguments.model) if arguments.model else ""
+    common = {"examples": str(ROOT / "examples"), "folder": folder_of_model, "options": options, "threads": os.cpu_count(), **sizes}
     with tempfile.TemporaryDirectory() as folder:
         os.environ["XDG_CACHE_HOME"] = folder
         began = time.time()
-        subprocess.run([sys.executable, "-c", PLAIN, json.dumps(common)], check=True)
+        subprocess.run([sys.executable, "-c", PLAIN_LOADED if folder_of_model else PLAIN, json.dumps(common)], check=True)
         plain_s = time.time() - began
         print(f"plain process: {plain_s:.1f} s", flush=True)
         results = {"plain_s": plain_s}

@@ -9,7 +9,7 @@ from typing import Any
 
 from raypipe.data.collation import IGNORED
 from raypipe.errors import ConfigError, FormatError
-from raypipe.hf.evaluation import tokenizer_of, written
+from raypipe.hf.tokenizer import tokenizer_of, written
 from raypipe.models.huggingface.source import Source
 
 ASSISTANT = "assistant"
@@ -56,12 +56,12 @@ class Chats:
 
     def __getitem__(self, place: int) -> dict[str, list[int]]:
         conversation = self._conversations[place]
-        messages, tools = conversation, None
+        messages: Sequence[Any] = conversation
+        tools = None
         if isinstance(conversation, Mapping):
             if self._field not in conversation:
                 raise ConfigError(f"conversation {place} has no field {self._field!r}, only {', '.join(conversation)}")
             messages, tools = conversation[self._field], conversation.get("tools")
-        messages = list(messages)
         found = self._written(place, messages, tools)
         if not any(message["role"] == ASSISTANT for message in messages):
             raise ConfigError(f"conversation {place} has no turn of the role {ASSISTANT!r}, so there is nothing to learn from it")
@@ -73,7 +73,7 @@ class Chats:
     def _is_marked(self) -> bool:
         return _MARKED in str(self._template or self._tokenizer.chat_template).replace("{%-", "{%")
 
-    def _written(self, place: int, messages: list[Any], tools: Any, *, answering: bool = False) -> Mapping[str, list[int]]:
+    def _written(self, place: int, messages: Sequence[Any], tools: Any, *, answering: bool = False) -> Mapping[str, list[int]]:
         found: Mapping[str, list[int]] = written(
             self._tokenizer,
             messages,
@@ -86,7 +86,7 @@ class Chats:
         )
         return found
 
-    def _said(self, place: int, messages: list[Any], tools: Any, tokens: Sequence[int]) -> list[bool]:
+    def _said(self, place: int, messages: Sequence[Any], tools: Any, tokens: Sequence[int]) -> list[bool]:
         """Return which tokens are the assistant's: those that its turn adds to the conversation up to where it is to answer."""
         said = [False] * len(tokens)
         for turn, message in enumerate(messages):

@@ -8,16 +8,16 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from jinja2 import TemplateError  # of torch and of transformers
 
 from raypipe.callbacks import events
 from raypipe.errors import ConfigError
 from raypipe.hf.piped import Window, described_of, piped
+from raypipe.hf.tokenizer import tokenizer_of, written
 from raypipe.hf.trained import Run, Trained
 from raypipe.models.huggingface.layers import quiet
 from raypipe.models.huggingface.losses import IGNORED
 from raypipe.models.huggingface.model import Described
-from raypipe.models.huggingface.source import Source, library
+from raypipe.models.huggingface.source import library
 
 
 def generate(
@@ -49,9 +49,7 @@ def generate(
     if isinstance(prompt, str):
         tokens, first = tokenizer(prompt, return_tensors="pt"), 0
     else:
-        tokens = written(
-            tokenizer, list(prompt), described.source, what="the conversation", add_generation_prompt=True, return_tensors="pt"
-        )
+        tokens = written(tokenizer, prompt, described.source, what="the conversation", add_generation_prompt=True, return_tensors="pt")
         first = tokens["input_ids"].shape[1]
     cached = {} if isinstance(run, (str, os.PathLike)) else {"use_cache": False}
     with quiet(library()), torch.inference_mode():
@@ -108,40 +106,3 @@ def _model_of(run: Run | events.Run, checkpoint: int | None) -> tuple[Any, Descr
     if not model.can_generate():
         raise ConfigError(f"hf:{described.source.path} is no causal model, which predicts the next token of a text")
     return model, described
-
-
-def written(tokenizer: Any, messages: list[Any], source: Source, *, what: str, **settings: Any) -> Any:
-    """Return a conversation as the chat template of a model writes it, in tokens.
-
-    Args:
-        tokenizer: That of the model.
-        messages: Mappings with `role` and `content`.
-        source: The model, for errors.
-        what: The conversation, for errors.
-        settings: Arguments of transformers' `apply_chat_template`.
-
-    Raises:
-        ConfigError: There is no template, or it does not take the conversation.
-    """
-    if not (settings.get("chat_template") or tokenizer.chat_template):
-        raise ConfigError(
-            f"hf:{source.path} has no chat template, so it was not trained on conversations; name one with template=..., such as that of a "
-            "model whose turns should look alike"
-        )
-    if not all(isinstance(message, Mapping) and "role" in message for message in messages):
-        raise ConfigError(f"{what} has a message without a role; each is a mapping with role and content")
-    try:
-        return tokenizer.apply_chat_template(messages, return_dict=True, **settings)
-    except TemplateError as error:
-        raise ConfigError(f"{what} does not suit the chat template of hf:{source.path}: {error}") from error
-
-
-def tokenizer_of(source: Source) -> Any:
-    """Return the tokenizer of a model; raises `ConfigError` if it has none."""
-    try:
-        return library().AutoTokenizer.from_pretrained(source.name, revision=source.revision, trust_remote_code=False)
-    except (OSError, ValueError, KeyError) as error:
-        first = str(error).strip().splitlines()[0]
-        raise ConfigError(
-            f"hf:{source.path} has no tokenizer that transformers can read ({first}); put its tokenizer.json there"
-        ) from error
