@@ -11,10 +11,11 @@ towers, a layer runs the forward of its own tower, and the head that of the whol
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -127,11 +128,11 @@ class HuggingFaceLayer(nn.Module):
         return whole if self.tower is None else getattr(whole, self.tower.base)
 
     def cost_structure(self) -> object:
-        """Return what blocks of one cost have in common: their own modules, and not where in the model these stand."""
+        """Return what layers of one cost have in common: their own modules, and not where in the model these stand."""
         whole = self.__dict__["whole"]
-        if self.tower is None or self.is_embedding:
-            return self
-        return (self.tower.base, whole.config, [whole.get_submodule(name) for name in self.own])
+        part = "embedding" if self.is_embedding else HEAD if self.tower is None else "block"
+        own = [getattr(whole, name) for name in self._parameters] + [whole.get_submodule(name) for name in self.own]
+        return (type(whole).__qualname__, part, [tower.base for tower in self._towers], whole.config, own)
 
     def train(self, mode: bool = True) -> HuggingFaceLayer:
         """Set the mode of the model, too."""
@@ -177,11 +178,12 @@ def _enter(entry: list[Tensor], _: nn.Module, arguments: tuple[Any, ...], keywor
     return arguments, keywords | {"hidden_states": entry[0]}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class LayerMaker:
     """Makes the module of a layer by its name, with its weights.
 
-    Only the weights of this layer are read, by the loader of transformers.
+    Only the weights of this layer are read, by the loader of transformers. The whole model is made once, on the device `meta`: each layer's
+    model is a copy of it in which the modules of other layers are absent.
 
     Attributes:
         kind: Class of the whole model.
@@ -198,6 +200,11 @@ class LayerMaker:
     source: Source | None
     dtype: torch.dtype
     lora: Lora | None
+    _wholes: dict[tuple[bool, torch.dtype], Any] = field(default_factory=dict, init=False, repr=False)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out what another process can make itself."""
+        return self.__dict__ | {"_wholes": {}}
 
     def __call__(self, layer: str) -> nn.Module:
         """Return a new module.
@@ -206,10 +213,17 @@ class LayerMaker:
             ConfigError: Weights are missing or of another shape.
         """
         kind, source = self.kind, self.source
-        namespace = {"__module__": kind.__module__, "__init__": _partial_init(kind, self.parts, layer)}
+        is_sketch = torch.get_default_device().type == "meta"  # only names and shapes are asked for
+
+        def init(model: Any, config: Any) -> None:  # transformers calls it on the device `meta`
+            key = is_sketch, torch.get_default_dtype()
+            if key not in self._wholes:
+                self._wholes[key] = kind(config)
+            _become_part(model, self._wholes[key], self.parts, layer)
+
         options: dict[str, Any] = {"state_dict": {}} if source is None else {"revision": source.revision, "ignore_mismatched_sizes": True}
-        partly: Any = type(kind.__name__, (kind,), namespace)
-        if torch.get_default_device().type == "meta":  # only names and shapes are asked for
+        partly: Any = type(kind.__name__, (kind,), {"__module__": kind.__module__, "__init__": init})
+        if is_sketch:
             model = partly(self.config).to(self.dtype)
             if self.lora is not None:
                 self.lora.insert(model)
@@ -225,27 +239,23 @@ class LayerMaker:
         return HuggingFaceLayer(model, self.parts, layer)
 
 
-def _partial_init(kind: Any, parts: Parts, layer: str) -> Any:
-    """Return an `__init__` that makes a model of one layer; transformers calls it on the device `meta`."""
-
-    def init(self: Any, config: Any) -> None:
-        kind.__init__(self, config)
-        self.__dict__["entries"] = {tower.base: [] for tower in parts.towers}
-        for name, owner in parts.modules():
-            if owner != layer:
-                parent, _, attribute = name.rpartition(".")
-                setattr(
-                    self.get_submodule(parent), attribute, _absent(self.get_submodule(name), parts.tower_of(owner), owner, self.entries)
-                )
-        if layer != HEAD:
-            for name in parts.weights:
-                del self._parameters[name]
-        names = {name for name, _ in self.named_parameters(remove_duplicate=False)}
-        ties = self.all_tied_weights_keys
-        self.all_tied_weights_keys = {target: origin for target, origin in ties.items() if {target, origin} <= names}
-        self.absent_ties = {target for target, origin in ties.items() if origin not in names}
-
-    return init
+def _become_part(model: Any, whole: Any, parts: Parts, layer: str) -> None:
+    """Make a bare model a copy of the whole one in which the modules of other layers are absent."""
+    entries: dict[str, list[Tensor]] = {tower.base: [] for tower in parts.towers}
+    copies: dict[int, Any] = {id(whole): model}
+    for name, owner in parts.modules():
+        if owner != layer:
+            original = whole.get_submodule(name)
+            copies[id(original)] = _absent(original, parts.tower_of(owner), owner, entries)
+    model.__dict__.update(copy.deepcopy(whole.__dict__, copies))
+    model.__dict__["entries"] = entries
+    if layer != HEAD:
+        for name in parts.weights:
+            del model._parameters[name]
+    names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    ties = model.all_tied_weights_keys
+    model.all_tied_weights_keys = {target: origin for target, origin in ties.items() if {target, origin} <= names}
+    model.absent_ties = {target for target, origin in ties.items() if origin not in names}
 
 
 def _absent(original: nn.Module, tower: Tower | None, owner: str, entries: Mapping[str, Sequence[Tensor]]) -> nn.Module:
