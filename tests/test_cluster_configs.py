@@ -58,7 +58,7 @@ def test_all_files_are_known_to_the_readme_and_to_these_tests() -> None:
     expected = (
         {f"{name}.yaml" for name in NAMES}
         | {f"ray/{name}.yaml" for name in LAUNCHED}
-        | {"kuberay/Dockerfile", "grafana.json", "slurm/train.sbatch"}
+        | {"kuberay/Dockerfile", "kuberay/eight_gpus.retried.yaml", "grafana.json", "slurm/train.sbatch"}
     )
     assert files == expected | {f"kuberay/{name}.{kind}.yaml" for name in NAMES for kind in ("cluster", "job")}
 
@@ -283,6 +283,20 @@ def ray_config(name: str) -> TrainConfig:
 def test_a_kuberay_file_starts_or_uses_the_cluster_of_its_topology(name: str, kind: str) -> None:
     CHECKS[kind](name, kuberay_text(name, kind))
     assert f"kubectl apply -f cluster_configs/kuberay/{name}.{kind}.yaml" in opening(CONFIGS / "kuberay" / f"{name}.{kind}.yaml")
+
+
+def test_a_job_that_kuberay_retries_has_a_cluster_of_its_own_and_goes_on() -> None:
+    path = CONFIGS / "kuberay" / "eight_gpus.retried.yaml"
+    job, spec = yaml.safe_load(path.read_text()), yaml.safe_load(path.read_text())["spec"]
+    assert (job["apiVersion"], job["kind"]) == ("ray.io/v1", "RayJob")
+    assert spec.keys() == {"backoffLimit", "shutdownAfterJobFinishes", "entrypoint", "rayClusterSpec"}
+    assert spec["backoffLimit"] > 0
+    assert spec["rayClusterSpec"] == yaml.safe_load(kuberay_text("eight_gpus", "cluster"))["spec"]
+    assert spec["entrypoint"] == yaml.safe_load(kuberay_text("eight_gpus", "job"))["spec"]["entrypoint"]
+    assert "--resume auto" in spec["entrypoint"]
+    volumes = {volume["name"]: volume for volume in spec["rayClusterSpec"]["headGroupSpec"]["template"]["spec"]["volumes"]}
+    assert "persistentVolumeClaim" in volumes["runs"], "runs outlive the pods of an attempt"
+    assert f"kubectl get rayjob {job['metadata']['name']} " in opening(path)
 
 
 def test_no_key_of_the_kuberay_files_is_misspelled() -> None:
