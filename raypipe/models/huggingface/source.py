@@ -70,9 +70,10 @@ class Source:
             config = transformers.AutoConfig.from_pretrained(self.name, revision=self.revision, trust_remote_code=False)
         except (OSError, ValueError, KeyError) as error:
             first = str(error).strip().splitlines()[0]
+            absent = "" if self.is_folder else f", and there is no folder {os.path.abspath(self.path)}"
             raise ConfigError(
-                f"hf:{self.path}: transformers {transformers.__version__} cannot read its configuration ({first}); name a folder that "
-                "`save_pretrained` or `raypipe export` wrote, or a model on the Hub such as HuggingFaceTB/SmolLM2-135M"
+                f"hf:{self.path}: transformers {transformers.__version__} cannot read its configuration ({first}){absent}; name a "
+                "folder that `save_pretrained` or `raypipe export` wrote, or a model on the Hub such as HuggingFaceTB/SmolLM2-135M"
             ) from error
         known = [name for name in vars(config) if not name.startswith("_")]
         for name, value in changes.items():
