@@ -466,6 +466,7 @@ class Fit:
             self.checkpoints.save(self.coordinator, done, self.record.losses_at(done))
         if result is None or is_end:
             return
+        self.is_between = False  # stages may move
         self.sums.after_window(update=done)
         if self.adaptation is not None:
             self.adaptation.after_window(result, update=done, updates_left=self.config.run.num_updates - done)

@@ -23,7 +23,7 @@ class Forwards:
     Attributes:
         model: What the stages are made of.
         example: Rows of the training data, which say which shapes the stages take.
-        now: Coordinator and strategy of this moment; `None` while no stage holds the model.
+        now: Coordinator and strategy of this moment; `None` while stages are not there, or may move.
     """
 
     model: Model
@@ -49,7 +49,10 @@ class Forwards:
         """
         found = self.now()
         if found is None:
-            raise ConfigError("run.forward works between the first window and the last, while the stages hold the model")
+            raise ConfigError(
+                "run.forward works between the first window and the last, while the stages hold the model: in on_window, on_evaluation and "
+                "on_checkpoint, and not in on_phase, whose stages may be on their way to other devices"
+            )
         coordinator, strategy = found
         whole = self._completed(fields)
         num_rows = len(next(iter(whole.values())))

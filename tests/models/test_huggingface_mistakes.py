@@ -75,7 +75,7 @@ def test_a_folder_without_a_configuration_or_without_weights_is_told(tmp_path: P
 
 def test_a_name_that_the_hub_does_not_have_or_that_cannot_be_asked_for_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    with pytest.raises(ConfigError, match=r"cannot read its configuration .*, and there is no folder /.*/nobody/no-such-model; name a folder"):
+    with pytest.raises(ConfigError, match=r"cannot read its configuration .*there is no folder /.*/nobody/no-such-model; name a"):
         model("nobody/no-such-model")
 
 

@@ -11,6 +11,8 @@ import torch
 
 from raypipe.artifacts.plan import Plan
 from raypipe.artifacts.trace import Trace
+from raypipe.callbacks.base import Callback
+from raypipe.callbacks.events import Phase, Run
 from raypipe.config import AdaptationConfig, ClusterConfig, RunConfig, ScalingConfig, ScheduleConfig
 from raypipe.errors import ConfigError, PlanError, UnknownNameError
 from raypipe.models.mlp import mlp
@@ -85,6 +87,21 @@ WAYS = [
 ]
 
 
+class Asking(Callback):
+    """Asks for a forward while stages may be on their way."""
+
+    required = True
+
+    def __init__(self) -> None:
+        self.num_refused = 0
+
+    def on_phase(self, run: Run, phase: Phase) -> None:
+        assert run.forward is not None
+        with pytest.raises(ConfigError, match="not in on_phase"):
+            run.forward({"inputs": torch.zeros(1, 16, dtype=torch.float64)})
+        self.num_refused += 1
+
+
 @pytest.mark.parametrize("sharded", [False, True])
 def test_a_run_that_is_moved_four_times_equals_the_unsplit_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sharded: bool) -> None:
     """Adam's moments travel with their layers, also from copies that divide them: without them losses differ after the first switch."""
@@ -99,9 +116,10 @@ def test_a_run_that_is_moved_four_times_equals_the_unsplit_model(tmp_path: Path,
         max_grad_norm=MAX_GRAD_NORM,
         decay_matrices_only=0.01,
     )
-    notices = Told()
+    notices, asking = Told(), Asking()
     adaptation = AdaptationConfig(enabled=True)
-    result = telling(trainer(tmp_path, schedule="1f1b", adaptation=adaptation, shard_optimizer=sharded), notices).fit()
+    result = telling(trainer(tmp_path, schedule="1f1b", adaptation=adaptation, shard_optimizer=sharded), notices, asking).fit()
+    assert asking.num_refused == 1 + len(WAYS)
     assert result.losses == pytest.approx(unsplit.losses, abs=1e-10)
     for index, weights in enumerate(unsplit.layers):
         saved = result.checkpoint.load_layer(index)
