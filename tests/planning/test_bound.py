@@ -2,18 +2,20 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
-from itertools import combinations, permutations
+from itertools import combinations, pairwise, permutations
 
 import pytest
 
 from raypipe.artifacts.profile import LayerTimes, ModelProfile, NamedEdge
 from raypipe.artifacts.topology import ClusterTopology, Device, Link, Node, NodeLink, SharedLink
+from raypipe.errors import NoLinkError
 from raypipe.planning import chunks
 from raypipe.planning.evaluator import LayoutEvaluator
 from raypipe.planning.layout import Layout
 from raypipe.planning.plan_bound import plan_bound
 from raypipe.planning.problem import Problem
 from raypipe.planning.solve import solve
+from tests.planning.any_plans import any_plan
 from tests.planning.instances import all_plans, islands, random_problem
 
 ORDERS = ("1f1b", "list", "gpipe", "zb-h1", "zb-h2")
@@ -194,3 +196,42 @@ def test_weights_too_heavy_to_copy_raise_the_bound() -> None:
     light, heavy = (islands((4,), within=10.0, parameter_bytes=number) for number in (1, 10_000))
     assert plan_bound(heavy).binding == "copies"
     assert plan_bound(heavy).update_s > plan_bound(light).update_s
+
+
+def networks() -> list[Problem]:
+    """Rings and other networks without all links, links of one way alone, devices of many speeds."""
+    found = [
+        random_problem(seed, num_devices=3 + seed % 4, num_layers=4 + seed % 3, num_microbatches=6, one_way=True, missing=0.4 * (seed % 2))
+        for seed in range(6)
+    ]
+    found += [random_problem(seed, num_devices=5, num_layers=6, speeds=(1.0, 3.0, 0.2)) for seed in range(6, 9)]
+    base = random_problem(9, num_devices=6, num_layers=6, num_microbatches=4)
+    nodes = base.topology.nodes
+    links = tuple(
+        Link(source=node.name, target=nodes[number - 1].name, latency_s=0.001, bandwidth_bytes_per_s=(1 + number) * 2e6)
+        for number, node in enumerate(nodes)
+    )
+    ring = ClusterTopology(name="ring", nodes=nodes, links=links)
+    return [*found, replace(base, topology=ring)]
+
+
+def chains() -> list[Problem]:
+    return [problem for problem in (*cases(), *networks()) if set(problem.edges) == set(pairwise(range(problem.num_layers)))]
+
+
+@pytest.mark.parametrize("number", range(len(chains())))
+def test_no_plan_of_any_kind_beats_the_bound(number: int) -> None:
+    problem = chains()[number]
+    bound_s = plan_bound(problem).update_s
+    evaluator = LayoutEvaluator(problem)
+    rng = random.Random(number)
+    num_simulated = 0
+    for _ in range(25):
+        layout, schedule = any_plan(problem, rng)
+        try:
+            update_s = evaluator.simulate_order(layout, schedule).update_s
+        except NoLinkError:
+            continue
+        num_simulated += 1
+        assert update_s >= bound_s * (1 - 1e-9), (str(layout), schedule.pipelines)
+    assert num_simulated
