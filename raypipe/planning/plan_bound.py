@@ -5,7 +5,9 @@ Overheads, memory, and the sharing of links between messages and sums can only a
 
 from __future__ import annotations
 
+import itertools
 import math
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -319,13 +321,14 @@ class _Bounds:
     def _capacity(self, sources: NDArray[np.bool_], targets: NDArray[np.bool_]) -> float:
         """Return the most bytes per second from some devices to others.
 
-        Every path is charged to one of its wires, and the wires add up; of several ways to choose them, the one that gives the least.
+        Every path is charged to one of its wires, and the wires add up; of several ways to choose them, the one that gives the least. A
+        port that many paths share should have all of them.
         """
         problem = self.problem
         if problem.has_plain_links:
             return self._plain_capacity(sources, targets)
         blocks, num_pairs = np.unique(problem.block_of[np.ix_(sources, targets)], return_counts=True)
-        wires: tuple[dict[str, float], ...] = ({}, {}, {})
+        rates: list[dict[str, float]] = []
         for block, count in zip(blocks.tolist(), num_pairs.tolist(), strict=True):
             starts, ends = problem.blocks[block]
             one, other = starts[0], ends[-1]
@@ -336,10 +339,15 @@ class _Bounds:
                 return math.inf
             # Within a node each ordered pair has a wire of its own; two nodes share one.
             times = count if problem.node_of[one] == problem.node_of[other] else 1
-            tightest = min(path.resources, key=lambda resource: resource[1])
-            for of_choice, (name, bandwidth) in zip(wires, (path.resources[0], path.resources[-1], tightest), strict=True):
-                of_choice[name] = max(of_choice.get(name, 0.0), bandwidth * times)
-        return min(math.fsum(of_choice.values()) for of_choice in wires)
+            rates.append({name: bandwidth * times for name, bandwidth in path.resources})
+        passing = Counter(itertools.chain.from_iterable(rates))
+        widest: dict[str, float] = {}
+        for of_path in rates:
+            for name, rate in of_path.items():
+                widest[name] = max(widest.get(name, 0.0), rate)
+        ranks = (widest.__getitem__, lambda name: widest[name] / passing[name], lambda name: -passing[name])
+        chosen = ({min(of_path, key=rank) for of_path in rates} for rank in ranks)
+        return min(math.fsum(map(widest.__getitem__, wires)) for wires in chosen)
 
     def _plain_capacity(self, sources: NDArray[np.bool_], targets: NDArray[np.bool_]) -> float:
         """Return `_capacity` where each pair of nodes has a wire of its own each way, and each pair of devices within a node."""

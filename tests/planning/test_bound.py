@@ -168,6 +168,20 @@ def test_slow_ports_of_a_star_raise_the_bound() -> None:
     assert plan_bound(slow).update_s <= solve(LayoutEvaluator(slow)).update_s
 
 
+def test_the_place_of_a_node_in_the_list_does_not_change_what_its_port_carries() -> None:
+    profile = ModelProfile.uniform(8, microbatch_size=8, output_bytes=2, parameter_bytes=10)
+    uniform = Problem(profile, ClusterTopology.uniform(5, devices_per_node=1), 8, 8)
+    slow = hub(uniform, (0.3,) * 5)
+    bounds = []
+    for first in range(5):
+        nodes = slow.topology.nodes
+        turned = replace(slow, topology=replace(slow.topology, nodes=(*nodes[first:], *nodes[:first])))
+        bounds.append(plan_bound(turned).ports_s)
+    assert bounds == pytest.approx([bounds[0]] * 5, rel=1e-6)
+    # Each port carries as much as the one of the first node: with wider ones for all others, an update is faster.
+    assert plan_bound(hub(uniform, (0.3, 0.6, 0.9, 0.6, 0.3))).ports_s < 0.9 * bounds[0]
+
+
 def test_a_slow_port_at_an_end_of_the_pipeline_has_no_more_than_what_a_row_leaves_it() -> None:
     profile = ModelProfile.uniform(8, microbatch_size=1, output_bytes=10, parameter_bytes=10**6)
     uniform = Problem(profile, ClusterTopology.uniform(4, devices_per_node=1), 8, 1)
