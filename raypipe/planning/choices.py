@@ -14,6 +14,7 @@ from raypipe.planning.evaluator import Evaluation, LayoutEvaluator
 from raypipe.planning.late import with_hidden_transfers
 from raypipe.planning.layout import Layout
 from raypipe.planning.layout_schedules import PlanCheck, ScheduleCache, layout_schedule, window_updates
+from raypipe.planning.own_times import with_own_times
 from raypipe.planning.planners import AUTO
 from raypipe.planning.problem import Problem
 from raypipe.planning.schedule_search import climbed
@@ -132,6 +133,7 @@ class ChoicePlanner:
                 candidates.append((known.loss_s * errors(choice), len(candidates), choice, known))
                 evaluator = self.evaluator(choice.division)
                 near = climbed(evaluator, known, most_steps=_STEPS, neighbors=_neighbors)
+                near = with_own_times(evaluator, near)
                 near = with_hidden_transfers(evaluator, near, most_steps=_STEPS)
                 if near is not None and near is not known and not near.missing_bytes:
                     improved = self.choice_of(choice.division, near.layout)

@@ -43,7 +43,8 @@ class Layout:
         ahead: For each hop from a worker to the next, the forwards that all workers before it run ahead of the order to hide its messages;
             empty for none.
         times: Times of the stages by which the order is searched for, where it is (`zb-auto`); empty for equal ones.
-        latency_s: Seconds of the slowest message, for the same search.
+        hops_s: Seconds of a message of each hop, for the same search.
+        sums_s: Seconds of each stage's sum behind its last backward, for the same search.
     """
 
     cuts: tuple[int, ...]
@@ -57,7 +58,8 @@ class Layout:
     listed: tuple[int, ...] | None = None
     ahead: tuple[int, ...] = ()
     times: tuple[StageTimes, ...] = ()
-    latency_s: float = 0.0
+    hops_s: tuple[float, ...] = ()
+    sums_s: tuple[float, ...] = ()
 
     @property
     def num_stages(self) -> int:

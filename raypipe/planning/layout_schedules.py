@@ -60,7 +60,8 @@ def layout_schedule(problem: Problem, layout: Layout, *, num_updates: int) -> Sc
         max_mean_staleness=problem.max_mean_staleness,
         update_scope=problem.update_scope,
         times=layout.times,
-        latency_s=layout.latency_s,
+        hops_s=layout.hops_s,
+        sums_s=layout.sums_s,
     )
     schedule = build(layout.order, request)
     if schedule.num_stages != layout.num_stages:
@@ -168,8 +169,8 @@ class ScheduleCache:
         self._delays.clear()
 
     def _key(self, problem: Problem, layout: Layout) -> object:
-        order = (layout.order, layout.max_in_flight, layout.num_pipelines, layout.ahead, layout.late, layout.times, layout.latency_s)
-        names = (*order, layout.num_stages, layout.recomputed)
+        order = (layout.order, layout.max_in_flight, layout.num_pipelines, layout.ahead, layout.late)
+        names = (*order, layout.times, layout.hops_s, layout.sums_s, layout.num_stages, layout.recomputed)
         return (*names, layout.branches or layout.cut(problem).graph, self._shares(problem, layout))
 
     def _shares(self, problem: Problem, layout: Layout) -> object:

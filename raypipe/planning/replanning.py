@@ -26,7 +26,7 @@ _SURE_GAIN = 1.25  # Gain for which one window is enough.
 _WINDOWS = 3  # Number of last windows whose median is the error of the predictions.
 _MOST_WRONG = 4.0
 _FIRST_EFFORT = 0.3
-_EFFORT = 0.05  # Effort of the first search and of those between windows; `raypipe plan` takes 1.
+_EFFORT = 0.2  # Effort of the first search and of those between windows; `raypipe plan` takes 1.
 _FEW_DEVICES = 4
 _SWITCH_S = 3.0  # Seconds that the first switch is assumed to cost, besides moving bytes.
 
@@ -183,7 +183,7 @@ class ConcurrencyPolicy:
 
     @property
     def _effort(self) -> float:
-        # All devices wait while a search runs between windows; with many devices it takes longer.
+        # All devices wait while a search runs between windows: one to three seconds on four devices, four to eight on eight.
         return _EFFORT * min(1.0, _FEW_DEVICES / self.planner.problem.num_devices)
 
     def _error(self, choice: Choice) -> float:

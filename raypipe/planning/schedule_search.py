@@ -17,6 +17,7 @@ from raypipe.planning.extrapolation import MOST_SIMULATED, ShortEvaluator, evalu
 from raypipe.planning.late import with_hidden_transfers
 from raypipe.planning.layout import Layout
 from raypipe.planning.levels import node_pipelines
+from raypipe.planning.own_time_search import OwnTimeSearch
 from raypipe.planning.own_times import with_own_times
 from raypipe.planning.partition import MOST_UNITS
 from raypipe.planning.planners import AUTO, best_of_all, quick_evaluator, starts
@@ -33,7 +34,7 @@ _SPLIT_ORDERS = ("zb-h1", "zb-h2")
 _MARGIN = 1.02
 _NUM_BRANCHED = 4  # Most workers on which branches are placed, each in many ways.
 _MANY_SIMULATIONS = 100  # With fewer, some orders stand for all.
-_MOST_RAMPED = 256  # Most devices for which cuts for the ramp are worth their time.
+_MOST_RAMPED = 256  # Most devices for which cuts for the ramp, and orders by own times, are worth their time.
 _NUM_RAMPED = 16  # Layouts of an order with split backwards whose later workers get less work.
 _NUM_CLIMBED = 3  # Kinds of orders with several stages or pipelines whose cuts are improved.
 _LEAST_STEPS = 3  # Of the search for forwards ahead, however small the budget.
@@ -45,6 +46,7 @@ _OTHERS_SHARE = 0.2
 _WHOLE_SHARE = 0.5
 _ONE_STAGE_SHARE = 0.6
 _RAMPED_SHARE = 0.5
+_OWN_TIMES_SHARE = 0.4
 _SEVERAL_SHARE = 0.6
 _BRANCHES_SHARE = 0.8
 _NEAR = 1.25  # Times the best layout within which layouts of other kinds are improved, where simulations take long.
@@ -169,7 +171,7 @@ class _Search:
         workers = list(dict.fromkeys([*one_each, *(top.workers for top in tops)]))
         others: Evaluation | None = None
         with stopping.part(share=_ONE_STAGE_SHARE if several or overlapping else 1.0):
-            others = self._of_one_stage(search) if schedule == AUTO else None
+            others = self._of_one_stage(search, best) if schedule == AUTO else None
         # More pipelines have more sums, which late updates may hide: each number is compared with its transfers hidden.
         best_of: dict[tuple[str, int], Evaluation | None] = {}
         with stopping.part(share=_SEVERAL_SHARE):
@@ -195,17 +197,36 @@ class _Search:
 
         return _Found(in_own(found.certain), in_own(found.others), found.workers)
 
-    def _of_one_stage(self, search: LayoutSearch) -> Evaluation | None:
+    def _of_one_stage(self, search: LayoutSearch, certain: Evaluation | None) -> Evaluation | None:
+        """Return the best layout in other orders of one stage for each worker."""
         num_simulations = self.budget.num_simulations
-        others: Evaluation | None = None
         # With few simulations, only the orders that are fastest if memory allows them.
         orders = ONE_STAGE_ORDERS if num_simulations >= _MANY_SIMULATIONS else _SPLIT_ORDERS
-        for number, order in enumerate(orders):
-            evaluated: list[Evaluation] = []
-            with stopping.part(share=1 / (len(orders) - number)):
-                self._of_order(search, order, evaluated)
-            others = reduce(better, evaluated, others)
-        return others
+        of_orders: list[list[Evaluation]] = [[] for _ in orders]
+        with stopping.part(share=1 - _OWN_TIMES_SHARE):
+            for number, order in enumerate(orders):
+                with stopping.part(share=1 / (len(orders) - number)):
+                    self._of_order(search, order, of_orders[number])
+        evaluated = list(chain.from_iterable(of_orders))
+        if self.evaluator.problem.num_devices <= _MOST_RAMPED:
+            with stopping.part():
+                self._of_own_times(search, certain, evaluated)
+        return reduce(better, evaluated, None)
+
+    def _of_own_times(self, search: LayoutSearch, certain: Evaluation | None, evaluated: list[Evaluation]) -> None:
+        """Add layouts in orders that are searched for by their times, and in `zb-h1` with forwards ahead."""
+        begin = [each.layout for each in (*([] if certain is None else [certain]), *evaluated)]
+        begin += search.split_layouts(max(self.budget.num_simulations // 8, 2))
+        own: list[Evaluation] = []
+        with stopping.part(share=1 - _OWN_TIMES_SHARE):
+            OwnTimeSearch(self.evaluator, self.budget.num_simulations / SearchBudget.num_simulations).run(begin, own)
+        evaluated += own
+        # Where sums share ports with messages, forwards ahead of a known order are often better than the order searched for.
+        for each in (certain, *own[:1]):
+            if each is not None and each.layout.has_estimate and each.layout.num_stages > 1:
+                plain = Layout(each.layout.cuts, each.layout.workers, _SPLIT_ORDERS[0])
+                known = with_hidden_transfers(self.evaluator, self.evaluator.simulate(plain), most_steps=_LEAST_STEPS)
+                evaluated += [] if known is None else [known]
 
     def _of_order(self, search: LayoutSearch, order: str, evaluated: list[Evaluation]) -> None:
         """Add layouts of one order to those that were evaluated, the best of which are improved."""

@@ -1,8 +1,8 @@
 """ZB-auto: an order searched for, by stage times and a limit on memory (Qi et al., ICLR 2024, arXiv 2401.10241, section 3).
 
-The search knows `ScheduleRequest.times`, `latency_s` between devices and the most activations a device may hold
-(`max_in_flight`; 2D by default: ZB-2p of the paper; D: ZB-1p). Letters as in `zero_bubble`. Four devices with room for 5
-activations each, updates by stage, F = I = W:
+The search knows `ScheduleRequest.times`, the seconds between devices (`latency_s` and `hops_s`), those of the sums behind a stage's
+last W (`sums_s`) and the most activations a device may hold (`max_in_flight`; 2D by default: ZB-2p of the paper; D: ZB-1p). Letters
+as in `zero_bubble`. Four devices with room for 5 activations each, updates by stage, F = I = W:
 
     worker 0   F0 F1 F2 F3 F4 .  .  I0 W0 F5 I1 W1 I2 I3 W2 W3 I4 W4 I5 W5 .
     worker 1   .  F0 F1 F2 F3 .  I0 F4 I1 W0 F5 I2 I3 W1 W2 I4 W3 I5 W4 W5 .
@@ -11,7 +11,8 @@ activations each, updates by stage, F = I = W:
 
 1. Twelve greedy drafts: a worker runs the I or F that has arrived, else a W, else it waits. The paper's may wait instead of
    running a W too long for its gap; here step 3 moves that W.
-2. 1F1B, ZB-H1 and ZB-H2 where they keep the limit: the result is never worse.
+2. 1F1B, ZB-H1 and ZB-H2 where they keep the limit, so that the result is never worse; of the first two also orders in which forwards
+   run ahead to hide messages.
 3. The best three, improved along their longest path: two neighbours swap, or a W moves to another gap or the end.
 
 If updates wait for all stages (`update_scope` global, the default), the order that ends first wins; else the one with the
@@ -31,12 +32,14 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from operator import add
 
 from raypipe.errors import ScheduleError
 from raypipe.schedules.builders import synchronous
 from raypipe.schedules.families.one_f_one_b import one_f_one_b
 from raypipe.schedules.families.zero_bubble import zb_h1, zb_h2
 from raypipe.schedules.ir import Op, OpKind, Schedule, StageGraph, UpdateScope
+from raypipe.schedules.passes import forwards_ahead
 from raypipe.schedules.request import ScheduleRequest, StageTimes
 from raypipe.schedules.spec import ScheduleSpec
 from raypipe.schedules.steps import StepRun, run_steps
@@ -51,10 +54,21 @@ Order = tuple[tuple[OpKind, ...], ...]
 class _Task:
     num_microbatches: int
     times: tuple[StageTimes, ...]
-    latency_s: float
+    hops_s: tuple[float, ...]
+    sums_s: tuple[float, ...]
     max_in_flight: float
     weight_grad_share: float
     spans: bool  # the longest span of one worker counts first, else the end of all
+
+    @cached_property
+    def least_s(self) -> float:
+        """The seconds that no order undercuts: of each worker, the way of the first activation to it, its work and its sums."""
+        head_s, longest_s = 0.0, 0.0
+        for worker, (times, sum_s) in enumerate(zip(self.times, self.sums_s, strict=True)):
+            work_s = self.num_microbatches * sum(_seconds(times).values())
+            longest_s = max(longest_s, head_s * (not self.spans) + work_s + sum_s)
+            head_s += times.forward_s + sum(self.hops_s[worker : worker + 1])
+        return longest_s
 
     def first_step(self, worker: int, kind: OpKind) -> int:
         """Return the number of the first microbatch's step."""
@@ -70,7 +84,7 @@ class _Task:
         """The steps of other workers that each step needs, with the latency; `_fits` sees to those of its own worker."""
         needs = StageGraph.chain(len(self.times)).needs
         return [
-            [(self.first_step(*other) + microbatch, self.latency_s) for other in others]
+            [(self.first_step(*other) + microbatch, self.hops_s[min(other[0], stage)]) for other in others]
             for stage in range(len(self.times))
             for kind in _KINDS
             for others in [[(at, needed) for needed, at in needs[kind, stage] if at != stage]]
@@ -107,10 +121,16 @@ def _task(request: ScheduleRequest) -> _Task:
         raise ScheduleError(
             f"zb-auto has {request.num_devices} stages, got times of {len(request.times)}; use those of each, or one for all"
         )
+    if len(request.hops_s) not in {0, request.num_devices - 1} or len(request.sums_s) not in {0, request.num_devices}:
+        raise ScheduleError(
+            f"zb-auto has {request.num_devices} stages, got seconds of {len(request.hops_s)} hops and {len(request.sums_s)} sums; "
+            "use those of each hop and each stage, or none"
+        )
     return _Task(
         num_microbatches=request.num_microbatches,
         times=request.times if len(request.times) == request.num_devices else (request.times or _EQUAL) * request.num_devices,
-        latency_s=request.latency_s,
+        hops_s=tuple(request.latency_s + hop_s for hop_s in request.hops_s or (0.0,) * (request.num_devices - 1)),
+        sums_s=request.sums_s or (0.0,) * request.num_devices,
         max_in_flight=_limit(request),
         weight_grad_share=share,
         spans=request.update_scope not in {None, UpdateScope.GLOBAL},
@@ -136,17 +156,32 @@ _NUM_POLISHED = 3
 def _handcrafted(task: _Task) -> Iterator[Order]:
     request = ScheduleRequest(len(task.times), task.num_microbatches)
     for build in (one_f_one_b, zb_h1, zb_h2):
-        order = tuple(
-            tuple(
-                kind
-                for slot in program
-                if isinstance(slot, Op) and not slot.kind.per_update
-                for kind in ((_I, _W) if slot.kind is OpKind.BACKWARD else (slot.kind,))
+        for ahead in _aheads(task) if build is not zb_h2 else [()]:
+            known = forwards_ahead(build(request), ahead) if ahead else build(request)
+            order = tuple(
+                tuple(
+                    kind
+                    for slot in program
+                    if isinstance(slot, Op) and not slot.kind.per_update
+                    for kind in ((_I, _W) if slot.kind is OpKind.BACKWARD else (slot.kind,))
+                )
+                for program in known.programs
             )
-            for program in build(request).programs
-        )
-        if all(_fits(task, kinds) for kinds in order):
-            yield order
+            if all(_fits(task, kinds) for kinds in order):
+                yield order
+
+
+def _aheads(task: _Task) -> Iterator[tuple[int, ...]]:
+    """Yield how many forwards each worker may run ahead: none, as many as hide the messages behind it, and more."""
+    yield ()
+    if not any(task.hops_s) and not any(task.sums_s):
+        return
+    pace_s = max(sum(_seconds(times).values()) for times in task.times) or 1.0
+    tried: dict[tuple[int, ...], None] = {}
+    for share, more in itertools.product((0.5, 1.0, 2.0), range(5)):
+        of_hops = [more + math.ceil(share * 2 * hop_s / pace_s - _EPSILON) for hop_s in task.hops_s]
+        tried[tuple(min(sum(of_hops[worker:]), task.num_microbatches) for worker in range(len(task.times)))] = None
+    yield from tried
 
 
 def _fits(task: _Task, kinds: Sequence[OpKind]) -> bool:
@@ -199,7 +234,8 @@ def _numbered(task: _Task, order: Order) -> list[list[int]]:
 def _score(task: _Task, timing: StepRun[int] | None) -> tuple[float, float]:
     if timing is None:
         return math.inf, math.inf
-    figures = [float(f"{seconds:.10g}") for seconds in (max(timing.spans_s), max(timing.ends_s))]  # rounded: sums of seconds compare
+    longest_s = max(map(add, timing.spans_s, task.sums_s)), max(map(add, timing.ends_s, task.sums_s))
+    figures = [float(f"{seconds:.10g}") for seconds in longest_s]  # rounded: sums of seconds compare
     return (figures[0], figures[1]) if task.spans else (figures[1], figures[0])
 
 
@@ -232,7 +268,8 @@ class _Draft:
         pace_s = 0.0
         for worker, seconds in enumerate(self.seconds):
             pace_s = max(pace_s, seconds[_F])
-            path_s = sum(later[_F] + later[_I] + 2 * self.task.latency_s for later in self.seconds[worker + 1 :])
+            behind = zip(self.task.hops_s[worker:], self.seconds[worker + 1 :], strict=True)
+            path_s = sum(later[_F] + later[_I] + 2 * hop_s for hop_s, later in behind)
             number = self.manner.ramp * path_s / pace_s
             most.append(1 + (math.ceil(number - _EPSILON) if self.manner.round_up else math.floor(number + _EPSILON)))
         return most
@@ -271,7 +308,7 @@ class _Draft:
             return 0.0
         ends_s, index = self.ends_s[neighbour][kind], len(self.ends_s[worker][kind])
         end_s = ends_s[index] if index < len(ends_s) else self.now_s[neighbour] + self.seconds[neighbour][kind]
-        return end_s + self.task.latency_s
+        return end_s + self.task.hops_s[min(neighbour, worker)]
 
     def _run(self, worker: int, kind: OpKind) -> None:
         self.now_s[worker] += self.seconds[worker][kind]
@@ -288,7 +325,7 @@ def _polished(task: _Task, order: Order) -> Order:
     score = _score(task, timing)
     num_left = _MOST_MOVED_OPS // (3 * task.num_microbatches * len(order))
     moves = _moves(task, order, timing)
-    while num_left and (move := next(moves, None)):
+    while num_left and score[0] > task.least_s * (1 + _EPSILON) and (move := next(moves, None)):
         num_left -= 1
         worker, kinds = move
         changed = (*order[:worker], kinds, *order[worker + 1 :])
@@ -303,7 +340,7 @@ _MOST_MOVED_OPS = 500_000
 
 
 def _moves(task: _Task, order: Order, timing: StepRun[int]) -> Iterator[tuple[int, tuple[OpKind, ...]]]:
-    lengths = timing.spans_s if task.spans else timing.ends_s
+    lengths = list(map(add, timing.spans_s if task.spans else timing.ends_s, task.sums_s))
     worker = lengths.index(max(lengths))
     rows = _numbered(task, order)
     places = {step: (worker, position) for worker, row in enumerate(rows) for position, step in enumerate(row)}
@@ -333,7 +370,8 @@ def _moves(task: _Task, order: Order, timing: StepRun[int]) -> Iterator[tuple[in
 def _makespan_s(request: ScheduleRequest, times: StageTimes) -> float | None:
     # Known only where one of the known orders is as good as an order can be.
     forward_s, input_grad_s, weight_grad_s = times.forward_s, times.input_grad_s, times.weight_grad_s
-    if {*(request.times or _EQUAL)} != {times} or request.latency_s or _task(request).spans:
+    task = _task(request)
+    if {*(request.times or _EQUAL)} != {times} or any(task.hops_s) or any(task.sums_s) or task.spans:
         return None
     ramp, most = request.num_devices - 1, min(request.num_microbatches, _limit(request))
     for depth in (1, 2):

@@ -44,7 +44,8 @@ def test_an_order_for_the_own_times_of_stages_is_faster_than_one_for_equal_times
     assert own.update_s < equal.update_s
     assert [times.forward_s for times in own.layout.times] == pytest.approx([0.02 * times for times in FACTORS])
     assert [times.weight_grad_s for times in own.layout.times] == pytest.approx([0.01 * times for times in FACTORS])
-    assert own.layout.latency_s == pytest.approx(0.02, rel=1e-3)
+    assert own.layout.hops_s == pytest.approx((0.02,) * 3, rel=1e-3)
+    assert own.layout.sums_s == ()
     validate(layout_schedule(judge.problem, own.layout, num_updates=3))
     again = judge.simulate(own.layout)
     assert again is not None
@@ -60,3 +61,16 @@ def test_orders_that_are_not_searched_for_stay_as_they_are(order: str) -> None:
 
 def test_without_a_layout_there_is_none() -> None:
     assert with_own_times(evaluator(), None) is None
+
+
+def test_an_order_for_times_that_have_changed_is_searched_for_again() -> None:
+    before, now = evaluator(latency_s=0.001), evaluator(latency_s=0.05)
+    old = with_own_times(before, simulated(before, "zb-auto"))
+    assert old is not None
+    known = now.simulate(old.layout)
+    again = with_own_times(now, known)
+    assert known is not None
+    assert again is not None
+    assert again.update_s < known.update_s
+    assert (again.layout.cuts, again.layout.workers) == (known.layout.cuts, known.layout.workers)
+    assert again.layout.hops_s == pytest.approx((0.05,) * 3, rel=1e-3)

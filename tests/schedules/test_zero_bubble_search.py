@@ -21,6 +21,8 @@ from raypipe.schedules.builders import synchronous
 from raypipe.schedules.ir import Op, OpKind, Schedule, UpdateScope
 from raypipe.schedules.metrics import metrics
 from raypipe.schedules.request import ScheduleRequest, StageTimes
+from raypipe.schedules.search import dispatch
+from raypipe.schedules.search.dispatch import TimedPipelines
 from raypipe.schedules.validate import validate
 from tests.schedules import reference
 
@@ -219,6 +221,47 @@ def test_of_all_orders_of_two_devices_and_three_microbatches_none_is_better(
     assert figures(catalogue.build("zb-auto", size), size)[0] == best[0]
 
 
+def end_with_sums_s(schedule: Schedule, size: ScheduleRequest) -> float:
+    """The end of the last sum, each behind its worker's last gradient; with the latency of the only hop."""
+    timing = reference.asap(schedule, durations(size.times or (EQUAL,)), sum(size.hops_s))
+    ends_s = [0.0] * size.num_devices
+    for op, (_, end_s) in timing.spans.items():
+        if not op.kind.per_update:
+            ends_s[timing.workers[op]] = max(ends_s[timing.workers[op]], end_s)
+    return max(end_s + sum_s for end_s, sum_s in zip(ends_s, size.sums_s, strict=True))
+
+
+@pytest.mark.parametrize("sums_s", [(0, 0), (0, 2.5), (2, 0), (1, 7)])
+@pytest.mark.parametrize(
+    ("times", "hop_s"), [((EQUAL,), 0.5), ((StageTimes(1, 4, 2), StageTimes(3, 1, 2)), 0), ((StageTimes(2, 3, 1),), 2)]
+)
+def test_of_all_orders_none_ends_its_sums_earlier(times: tuple[StageTimes, ...], hop_s: float, sums_s: tuple[float, float]) -> None:
+    size = ScheduleRequest(2, 3, times=times, hops_s=(hop_s,), sums_s=sums_s, max_in_flight=3)
+    best_s = min(end_with_sums_s(schedule, size) for schedule in all_orders(size, programs(3, 3)))
+    assert end_with_sums_s(catalogue.build("zb-auto", size), size) == pytest.approx(best_s)
+
+
+def test_each_hop_has_its_own_seconds() -> None:
+    size = ScheduleRequest(4, 12, hops_s=(0.0, 3.0, 0.0), max_in_flight=12)
+    same = replace(size, hops_s=(), latency_s=3.0)
+    found, blind = (catalogue.build("zb-auto", each) for each in (size, replace(size, hops_s=())))
+
+    def end_s(schedule: Schedule) -> float:
+        line = TimedPipelines(
+            schedule.graph,
+            schedule.pipelines,
+            (EQUAL,) * 4,
+            splits=True,
+            hops_s=(((0, 1), 0.0), ((1, 2), 3.0), ((2, 3), 0.0), ((2, 1), 3.0)),
+        )
+        programs = [[slot for slot in program if isinstance(slot, Op) and not slot.kind.per_update] for program in schedule.programs]
+        return max(row[-1].end_s for row in dispatch.timed(line, programs))
+
+    assert end_s(found) == 42  # The way to the last worker, 3 F and 3 s, and 12 F, I and W.
+    assert end_s(blind) > 42
+    assert catalogue.build("zb-auto", replace(same, latency_s=0.0, hops_s=(3.0,) * 3)).programs == catalogue.build("zb-auto", same).programs
+
+
 def all_orders(size: ScheduleRequest, of_worker: Sequence[Sequence[OpKind]]) -> Iterator[Schedule]:
     """All schedules that do not hang."""
     for choice in itertools.product(of_worker, repeat=size.num_devices):
@@ -300,6 +343,8 @@ def test_the_same_task_has_the_same_order_in_every_process() -> None:
         ({"max_in_flight": 0.9}, r"room for one stage activation a device, got 0\.9; use --max-in-flight 1 or more"),
         ({"max_in_flight": float("nan")}, "got nan; use --max-in-flight 1 or more"),
         ({"weight_grad_share": 1.5}, r"got 1\.5; use --weight-grad-share 0 to 1"),
+        ({"hops_s": (1.0,) * 4}, "zb-auto has 4 stages, got seconds of 4 hops and 0 sums"),
+        ({"sums_s": (1.0,) * 3}, "zb-auto has 4 stages, got seconds of 0 hops and 3 sums"),
         ({"times": (EQUAL,) * 3}, "zb-auto has 4 stages, got times of 3; use those of each, or one for all"),
     ],
 )
