@@ -102,16 +102,11 @@ class StageActor:
         self, identity: Identity, *, num_threads: int, gpu_share: float = 0.0, node_position: cores.NodePosition | None = None
     ) -> None:
         torch.set_num_threads(num_threads)
+        self._num_threads = num_threads
         self._num_cores = len(cores.usable())
         self._on = devices.CPU
         self._cuda: cuda.Cuda | None = None
-        if gpu_share:
-            self._on = torch.device("cuda", 0)  # Ray shows a process its own GPUs alone
-            os.environ.update(cuda.environment(f"{identity.run}-{identity.device}" if gpu_share < 1 else ""))
-        if node_position is not None:
-            cores.bind(cores.near(self._on) if gpu_share else cores.share(cores.usable(), node_position, num_threads=num_threads))
         start_profiler()  # layers are measured in a thread of Ray's
-        self.identity = identity
         self._activity = Activity()
         self._stages: DeviceStages | None = None
         self._transport: ProcessTransport | None = None
@@ -120,11 +115,21 @@ class StageActor:
         """The executor while it runs a window."""
         self._memory: MemoryMeter | None = None
         self._programs: dict[str, DeviceProgram] = {}
-        self._links = Links(identity.device)
-        self._metrics = StageMetrics(run=identity.run, device=identity.name, stages=identity.stage_text)
         self._held: dict[tuple[int, int], tuple[PackedState, ...]] = {}
         self._num_windows = 0
         """Windows of training that have ended here or, as far as this actor knows, elsewhere."""
+        self._use_device(identity, gpu_share, node_position)
+
+    def _use_device(self, identity: Identity, gpu_share: float, node_position: cores.NodePosition | None) -> None:
+        if gpu_share:
+            self._on = torch.device("cuda", 0)  # Ray shows a process its own GPUs alone
+            os.environ.update(cuda.environment(f"{identity.run}-{identity.device}" if gpu_share < 1 else ""))
+        if node_position is not None:
+            share = cores.share(cores.usable(), node_position, num_threads=self._num_threads)
+            cores.bind(cores.near(self._on) if gpu_share else share)
+        self.identity = identity
+        self._links = Links(identity.device)
+        self._metrics = StageMetrics(run=identity.run, device=identity.name, stages=identity.stage_text)
 
     def __repr__(self) -> str:
         return f"Stage({self.identity.stage_text})"

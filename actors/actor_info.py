@@ -34,7 +34,7 @@ class ActorInfo:
     Attributes:
         shares_memory: Whether messages within the node can go through shared memory.
         node_gpus: All GPUs of the node.
-        gpus: UUIDs of the GPUs that Ray gave to the actor.
+        gpus: UUIDs of the actor's GPUs.
         gpu_kind: Kind of the first of them, such as `nvidia-h200`; empty for a CPU slot.
         gpu_bytes: Memory of the first of them.
         nccl: Version of NCCL; empty where it is missing.
@@ -59,7 +59,8 @@ def actor_info(on: torch.device, *, num_cores: int) -> ActorInfo:
     import ray  # noqa: PLC0415  # only Ray can tell, and the classes of actors work without it
 
     context = ray.get_runtime_context()
-    gpus = _visible_gpus() if context.get_accelerator_ids().get("GPU") else ()
+    # A process that has taken the place of another one has a GPU of which Ray does not know that it is its own.
+    gpus = _visible_gpus() if on.type == "cuda" or context.get_accelerator_ids().get("GPU") else ()
     computes_on_gpu = on.type == "cuda" and bool(gpus)
     return ActorInfo(
         node_id=context.get_node_id(),

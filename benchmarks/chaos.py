@@ -159,16 +159,6 @@ class Run:
         self._stack.close()
 
 
-def stage_processes(machines: Cluster, node: int) -> list[int]:
-    """The processes of the stage actors on a node."""
-    found: list[int] = []
-    for pid in machines.pids(node):
-        with contextlib.suppress(OSError):
-            if b"ray::Stage" in Path(f"/proc/{pid}/cmdline").read_bytes():
-                found.append(pid)
-    return found
-
-
 class Chaos:
     """Strikes a run, and mends what it broke."""
 
@@ -223,7 +213,7 @@ class Chaos:
 
     def _signal(self, node: int, number: int) -> None:
         for at in [node, *range(NUM_NODES)]:
-            if found := stage_processes(self.machines, at):
+            if found := self.machines.processes(at, r"ray::\w+\.run", within_s=1.0):
                 os.kill(self.chance.choice(found), number)
                 return
 

@@ -21,7 +21,7 @@ import torch
 from rounds import Summary, in_rounds, print_table, write_json
 from systems import SYSTEMS, System, Window, Work, start
 
-from raypipe import ClusterConfig, RunConfig, ScalingConfig, ScheduleConfig, Trainer
+from raypipe import ClusterConfig, FailureConfig, RunConfig, ScalingConfig, ScheduleConfig, Trainer
 from raypipe.cluster.session import session
 from raypipe.errors import RaypipeError
 from raypipe.model import Batch
@@ -98,6 +98,7 @@ def predicted_s(work: Work) -> float:
                 optimizer_config=work.optimizer,
                 scaling_config=ScalingConfig(num_devices=work.num_devices, layers_per_stage=work.layers_per_stage),
                 run_config=RunConfig(storage_path=folder, num_updates=work.num_updates, seed=work.seed),
+                failure_config=FailureConfig(spare_processes=False),  # loading one takes a core for seconds
             )
             .fit()
             .plan

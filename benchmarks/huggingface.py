@@ -25,7 +25,7 @@ from transformers import AutoModelForCausalLM
 
 from raypipe.actors.execution.batches import FileSource
 from raypipe.actors.stage.layers import build_layer
-from raypipe.config import DataConfig, OptimizerConfig, RunConfig, ScalingConfig, ScheduleConfig
+from raypipe.config import DataConfig, FailureConfig, OptimizerConfig, RunConfig, ScalingConfig, ScheduleConfig
 from raypipe.model import Batch
 from raypipe.training.trainer import Trainer
 from raypipe.user_code import make_model
@@ -80,6 +80,7 @@ def pipeline(folder: str, data: str, num_updates: int, num_devices: int) -> tupl
         optimizer_config=OptimizerConfig(learning_rate=RATE, final_learning_rate=RATE, warmup_updates=0, weight_decay=DECAY),
         scaling_config=ScalingConfig(num_devices=num_devices),
         run_config=RunConfig(name="hf-benchmark", num_updates=num_updates),
+        failure_config=FailureConfig(spare_processes=False),  # loading one takes a core for seconds
     ).fit()
     return list(result.losses), result.metrics["update_s"]
 

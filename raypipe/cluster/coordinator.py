@@ -19,6 +19,7 @@ from raypipe.cluster.checks import channel_text, on_gpus, shared_channels
 from raypipe.cluster.link_monitor import LinkMonitor
 from raypipe.cluster.node_clocks import NodeClocks
 from raypipe.cluster.slots import DeviceSlot
+from raypipe.cluster.spares import Spares
 from raypipe.cluster.stage_actors import SAVING, StageActors
 from raypipe.cluster.states import States, all_states, arguments, by_layer, export_states, exported_layers, within_reach
 from raypipe.cluster.window import WindowResult
@@ -54,6 +55,7 @@ class Coordinator:
         self._epoch = 0
         self._is_closed = False
         self.actors = StageActors(run, slots, stages=stages, scaling=scaling, cluster=cluster)
+        self.spares = Spares(self.actors)
         self.links = LinkMonitor(self.actors)
         self.clocks = NodeClocks(self.actors)
 
@@ -308,9 +310,9 @@ class Coordinator:
         self.connect(programs, order.cut, wiring=wiring)
 
     def replace(self, slots: Mapping[int, DeviceSlot]) -> None:
-        """Start new actors in place of lost ones, by number, in these slots."""
+        """Use spare processes in place of lost actors, by number, in these slots, and new actors where none waits."""
         has_moved = any(slot.node != self.actors.launched[number].slot.node for number, slot in slots.items())
-        self.actors.replace(slots)
+        self.actors.replace(slots, self.spares.take(slots))
         if has_moved:
             self.links = LinkMonitor(self.actors)
 
@@ -318,5 +320,6 @@ class Coordinator:
         """End the actors; may be called twice."""
         if not self._is_closed:
             self._is_closed = True
+            self.spares.close()
             self.actors.kill()
             self.actors.close_store()

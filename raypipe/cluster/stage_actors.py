@@ -47,6 +47,12 @@ def waits_for(lost: str, statuses: Mapping[int, Status], *, names: Sequence[str]
     ]
 
 
+def as_ray_actor(actor: type[StageActor]) -> Any:
+    """Return Ray's class of actors for a class of stage actors."""
+    # Concurrency groups can be named here only, not in `.options`.
+    return ray.remote(concurrency_groups=_GROUPS, max_restarts=0, max_task_retries=0)(actor)
+
+
 def launch_stage_actors(
     slots: Sequence[DeviceSlot],
     *,
@@ -60,10 +66,9 @@ def launch_stage_actors(
 
     `start` says for which time actors of the run are started: Ray wants a name of its own for each.
     """
-    # Concurrency groups can be named here only, not in `.options`.
-    actor_class = ray.remote(concurrency_groups=_GROUPS, max_restarts=0, max_task_retries=0)(StageActor)
+    actor_class = as_ray_actor(StageActor)
     handles: list[Any] = []
-    positions = _node_positions(slots)
+    positions = node_positions(slots, scaling)
     again = f" (start {start})" if start > 1 else ""
     for device, (slot, of_device) in enumerate(zip(slots, stages, strict=True)):
         if device not in (range(len(slots)) if only is None else only):
@@ -75,15 +80,19 @@ def launch_stage_actors(
             num_gpus=slot.num_gpus,
             scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False),
         )
-        position = positions[device] if scaling.bind_cores else None
-        handles.append(actor.remote(identity, num_threads=scaling.threads_per_device, gpu_share=slot.num_gpus, node_position=position))
+        handles.append(
+            actor.remote(identity, num_threads=scaling.threads_per_device, gpu_share=slot.num_gpus, node_position=positions[device])
+        )
     return handles
 
 
-def _node_positions(slots: Sequence[DeviceSlot]) -> list[NodePosition]:
+def node_positions(slots: Sequence[DeviceSlot], scaling: ScalingConfig) -> list[NodePosition | None]:
+    """Return the position of each slot's actor among those of its node; `None` where actors are not bound to cores."""
+    if not scaling.bind_cores:
+        return [None] * len(slots)
     counts = Counter(slot.node.node_id for slot in slots)
     seen: Counter[str] = Counter()
-    positions: list[NodePosition] = []
+    positions: list[NodePosition | None] = []
     for slot in slots:
         positions.append(NodePosition(seen[slot.node.node_id], counts[slot.node.node_id]))
         seen[slot.node.node_id] += 1
@@ -185,19 +194,21 @@ class StageActors(ActorGroup):
         self.gone |= lost
         return [number for number, error in outcomes.items() if isinstance(error, GetTimeoutError | ActorUnavailableError)]
 
-    def replace(self, slots: Mapping[int, DeviceSlot]) -> None:
-        """Start new actors for some numbers, in these slots, and wait until they are up."""
+    def replace(self, slots: Mapping[int, DeviceSlot], taken: Mapping[int, Any]) -> None:
+        """Use other actors for some numbers, in these slots: those `taken`, by number, and new ones once they are up."""
         self._num_starts += 1
         all_slots = [slots.get(number, member.slot) for number, member in enumerate(self.launched)]
-        handles = launch_stage_actors(
-            all_slots, stages=[()] * len(all_slots), run=self.run, scaling=self.scaling, only=sorted(slots), start=self._num_starts
+        numbers = sorted(slots.keys() - taken.keys())
+        launched = launch_stage_actors(
+            all_slots, stages=[()] * len(all_slots), run=self.run, scaling=self.scaling, only=numbers, start=self._num_starts
         )
-        new = [Member(handle, all_slots[number]) for number, handle in zip(sorted(slots), handles, strict=True)]
+        handles = dict(zip(numbers, launched, strict=True)) | dict(taken)
+        new = [Member(handles[number], slots[number]) for number in sorted(slots)]
         try:
             infos = ActorGroup(new).ask(STARTING, lambda _, actor: actor.info.remote(), timeout_s=self.cluster.start_timeout_s)
             check_actors([member.slot for member in new], tuple(infos.values()))
         except BaseException:
-            for handle in handles:
+            for handle in handles.values():
                 ray.kill(handle, no_restart=True)
             raise
         replaced = dict(zip(sorted(slots), zip(new, infos.values(), strict=True), strict=True))

@@ -6,7 +6,8 @@ import itertools
 import logging
 import math
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from raypipe.actors.orders import BuildOrder
@@ -15,7 +16,7 @@ from raypipe.artifacts.storage import Storage
 from raypipe.callbacks.events import RecoveredFailure
 from raypipe.cluster.coordinator import Coordinator
 from raypipe.cluster.discovery import end_processes, spare_slots
-from raypipe.cluster.slots import resources_per_device
+from raypipe.cluster.slots import DeviceSlot, resources_per_device
 from raypipe.cluster.state_copies import StateCopies
 from raypipe.cluster.states import States
 from raypipe.config import FailureConfig
@@ -82,6 +83,9 @@ class Recovery:
             self._cut_links.trust()
         if self.copies.take(update):
             self._take_back(update)
+        if self.config.spare_processes:
+            nodes = {member.slot.node for member in self.coordinator.actors.alive().values()}
+            self.coordinator.spares.keep(dict.fromkeys(nodes, 1), self.build_order)
 
     def recover(self, error: RunError, *, update: int) -> int:
         """Bring the run back to a whole state after `error`, when `update` updates were done; return the update of that state.
@@ -162,20 +166,25 @@ class Recovery:
         raise AssertionError("a run can always begin anew")
 
     def _replace(self, silent: Collection[int] = ()) -> str:
+        return self._start_in(self._free_slots(silent))
+
+    def _free_slots(self, silent: Collection[int] = ()) -> dict[int, DeviceSlot]:
         actors = self.coordinator.actors
         slots = [member.slot for member in actors.launched]
         # Ray takes a node that is cut off for alive until it has missed some of its reports.
         lost_nodes = end_processes([(slots[number].node, actors.launched_infos[number].pid) for number in silent])
         lost_nodes |= {node_id for node_id, since_s in self._unusable.items() if time.monotonic() - since_s < _AVOID_S}
-        spare = spare_slots(slots, sorted(actors.gone), resources_per_device(actors.scaling), without=lost_nodes)
-        if not spare:
+        return spare_slots(slots, sorted(actors.gone), resources_per_device(actors.scaling), without=lost_nodes)
+
+    def _start_in(self, slots: Mapping[int, DeviceSlot]) -> str:
+        if not slots:
             return ""
         try:
-            self.coordinator.replace(spare)
+            self.coordinator.replace(slots)
         except RunError:
-            self._unusable |= {slot.node.node_id: time.monotonic() for slot in spare.values()}
+            self._unusable |= {slot.node.node_id: time.monotonic() for slot in slots.values()}
             raise
-        return f" with new actors on {', '.join(slot.name for slot in spare.values())}"
+        return f" with new actors on {', '.join(slot.name for slot in slots.values())}"
 
     def _do_without_link(self, nodes: Pair, update: int) -> None:
         try:
@@ -214,7 +223,10 @@ class Recovery:
             return
         self._looked_at_s = time.monotonic()
         is_link_back = self._cut_links.come_back()
-        if not (changes := self._replace()) and not is_link_back:
+        slots = self._free_slots()
+        if slots and not self._is_prepared(slots):
+            slots, self._looked_at_s = {}, -math.inf
+        if not (changes := self._start_in(slots)) and not is_link_back:
             return
         if self.strategy is self._first:
             self.record.notice(f"update {update}: going on{changes}, which have nothing to do yet")
@@ -234,6 +246,14 @@ class Recovery:
             apart=list(self._cut_links),
         )
         self.record.notice(f"update {update}: going on{changes}")
+
+    def _is_prepared(self, slots: Mapping[int, DeviceSlot]) -> bool:
+        """Return whether processes for these slots have loaded their modules, which they do beside the next windows."""
+        if not self.config.spare_processes:
+            return True
+        spares, nodes = self.coordinator.spares, Counter(slot.node for slot in slots.values())
+        spares.keep(nodes, self.build_order)
+        return spares.are_ready(nodes)
 
     def _sources(self) -> Iterator[Source]:
         """Yield the states to go on from, the newest first; of the same update that in memory."""

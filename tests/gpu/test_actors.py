@@ -16,6 +16,7 @@ from raypipe.schedules.ir import UpdateScope
 from raypipe.training.result import Result
 from raypipe.training.trainer import Trainer
 from tests.actors.oracles import RandomTokens, train_unsplit
+from tests.spares import watch_spares
 
 pytestmark = [
     pytest.mark.gpu,
@@ -134,3 +135,12 @@ def test_memory_that_is_not_there_is_told_with_a_remedy(tmp_path: Path) -> None:
         ).fit()
     del held
     torch.cuda.empty_cache()
+
+
+def test_a_spare_process_that_sees_no_gpu_takes_that_of_a_lost_one(
+    tmp_path: Path, expected: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    watched = watch_spares(monkeypatch)
+    found = train(tmp_path, "1f1b", 2, faults=FaultScript((Fault(1, "1F2", FaultKind.KILL, window=2),)))
+    assert found.losses == pytest.approx(expected, rel=1e-5)
+    assert watched.taken == [[1]]

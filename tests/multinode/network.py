@@ -297,6 +297,18 @@ class Network:
         """The processes of a node, by the ids that they have outside; none after `kill`."""
         return self._namespaces[node].pids()
 
+    def processes(self, node: int, title: str, *, within_s: float = 0.0) -> list[int]:
+        """The processes of a node whose titles begin with a pattern, as soon as there is one within some seconds."""
+        deadline_s = time.monotonic() + within_s
+        while True:
+            found: list[int] = []
+            for pid in self.pids(node):
+                with contextlib.suppress(OSError):
+                    if re.match(title, Path(f"/proc/{pid}/cmdline").read_text(errors="replace")):
+                        found.append(pid)
+            if found or time.monotonic() > deadline_s:
+                return found
+
     def environment(self, node: int) -> dict[str, str]:
         """The environment of processes on a node."""
         return os.environ | {

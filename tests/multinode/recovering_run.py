@@ -13,12 +13,15 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+import pytest
+
 from raypipe.callbacks.base import Callback
 from raypipe.callbacks.events import Run, Window
 from raypipe.config import ClusterConfig, FailureConfig, OptimizerConfig, RunConfig, ScalingConfig, ScheduleConfig
 from raypipe.training.trainer import Trainer
 from tests.actors.oracles import NUM_ROWS, RandomRows
 from tests.multinode.adapting_run import tell
+from tests.spares import watch_spares
 
 
 @dataclass(frozen=True)
@@ -34,6 +37,7 @@ class Settings:
     silence_timeout_s: float = 3.0
     max_failures: int = 10
     num_layers: int = 6
+    waits_for_spares: bool = False
 
     def command(self, storage: Path) -> list[str]:
         """Return the command of the run."""
@@ -59,6 +63,8 @@ def rows(split: str) -> RandomRows:
 def main() -> None:
     """Run."""
     storage, settings = sys.argv[1], Settings(**json.loads(sys.argv[2]))
+    if settings.waits_for_spares:
+        watch_spares(pytest.MonkeyPatch())
     result = Trainer(
         callbacks=[Lines()],
         model="raypipe.models.mlp:mlp",

@@ -7,6 +7,7 @@ import json
 import os
 import signal
 import subprocess
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -67,12 +68,24 @@ def losses(folder: Path) -> list[float]:
 
 
 def stage_process(machines: Cluster, node: int) -> int:
-    """Return the process of a stage actor on a node."""
-    for pid in machines.pids(node):
-        with contextlib.suppress(OSError):
-            if b"ray::Stage" in Path(f"/proc/{pid}/cmdline").read_bytes():
-                return pid
-    pytest.fail(f"node {node} has no stage actor")
+    """Return the process on a node that runs windows."""
+    (pid,) = machines.processes(node, r"ray::\w+\.run", within_s=10.0)
+    return pid
+
+
+def test_a_spare_process_of_the_node_takes_the_place_of_a_lost_one_and_none_is_left_behind(tmp_path: Path) -> None:
+    with cluster(nodes=2, cpus_per_node=1) as machines:
+        with running(machines, tmp_path, Settings(num_devices=2, waits_for_spares=True)) as run:
+            run.until("update", at_least=20)
+            spares = machines.processes(1, "ray::SpareProcess")
+            os.kill(stage_process(machines, 1), signal.SIGKILL)
+            run.until("notice", words="with new actors on node1/0")
+            run.go_on()
+            assert [stage_process(machines, 1)] == spares
+        deadline_s = time.monotonic() + 30.0  # the driver has been killed
+        while left := [pid for node in range(2) for pid in machines.processes(node, "ray::S")]:
+            assert time.monotonic() < deadline_s, left
+            time.sleep(0.2)
 
 
 def test_lost_processes_nodes_and_links_leave_the_losses_as_they_are(tmp_path: Path) -> None:

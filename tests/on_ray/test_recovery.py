@@ -64,7 +64,7 @@ def trainer(
         scaling_config=scaling or ScalingConfig(num_devices=2, layers_per_stage=(4, 4)),
         cluster_config=ClusterConfig(message_timeout_s=message_timeout_s, silence_timeout_s=5.0),
         run_config=RunConfig(name="test", storage_path=str(folder), num_updates=NUM_UPDATES, checkpoint_every=checkpoint_every),
-        failure_config=FailureConfig(max_failures=max_failures, copy_share=1.0),
+        failure_config=FailureConfig(max_failures=max_failures, copy_share=1.0, spare_processes=False),
         adaptation_config=AdaptationConfig(enabled=adapts, schedules=("1f1b", "zb-h1")) if adapts else AdaptationConfig(),
         plan=None if plan is None else str(plan),
         faults=faults,
@@ -241,7 +241,7 @@ def test_a_drill_strikes_stages_and_compares(tmp_path: Path) -> None:
         schedule=ScheduleConfig(num_microbatches=2, microbatch_size=2, updates_per_window=2),
         scaling=ScalingConfig(num_devices=2, layers_per_stage=(2, 2)),
         run=RunConfig(name="gpt", storage_path=str(tmp_path)),
-        failure=FailureConfig(copy_share=1.0),
+        failure=FailureConfig(copy_share=1.0, spare_processes=False),
     )
     kill, fail = partial(DrillFault.parse, FaultKind.KILL), partial(DrillFault.parse, FaultKind.RAISE)
     found = drill(

@@ -1,0 +1,149 @@
+"""Spare processes: they wait on the nodes of a run, with all modules loaded, to take the places of lost actors."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+from ray.exceptions import RayError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from raypipe.actors.orders import BuildOrder, Identity
+from raypipe.actors.spare import SpareProcess
+from raypipe.cluster.seats import Seat
+from raypipe.cluster.slots import ClusterNode, DeviceSlot
+from raypipe.cluster.stage_actors import StageActors, as_ray_actor, node_positions
+
+_ANSWER_S = 3.0  # for a spare process to take a CPU slot
+_GPU_S = 10.0  # for Ray to give out a GPU that has become free, and for a spare process to take it
+
+
+@dataclass(frozen=True)
+class _Spare:
+    handle: Any
+    prepared: Any
+    """Ray's reference to the answer that says that the process has loaded its modules."""
+    since_s: float
+
+    @property
+    def has_answered(self) -> bool:
+        return bool(ray.wait([self.prepared], timeout=0)[0])
+
+
+@dataclass(frozen=True)
+class _TakenSeat:
+    node_id: str
+    handle: Any
+    gpus: Any
+    """Ray's reference to the names of its GPUs."""
+
+
+class Spares:
+    """The spare processes of a run, and the seats of those that have taken devices."""
+
+    def __init__(self, actors: StageActors) -> None:
+        self._actors = actors
+        self._waiting: dict[str, list[_Spare]] = {}  # by node
+        self._seats: dict[int, _TakenSeat] = {}  # by the number of the device's slot
+        self._num_starts = 0
+
+    def keep(self, wanted: Mapping[ClusterNode, int], order: Callable[[], BuildOrder]) -> None:
+        """Start processes on nodes where fewer than wanted wait; they load what `order` needs beside the windows."""
+        self._drop_overdue()
+        for node, count in wanted.items():
+            waiting = self._waiting.setdefault(node.node_id, [])
+            while len(waiting) < count:
+                waiting.append(self._start(node, order()))
+
+    def _start(self, node: ClusterNode, order: BuildOrder) -> _Spare:
+        self._num_starts += 1
+        run, scaling = self._actors.run, self._actors.scaling
+        name = f"spare process {self._num_starts} on {node.name}"
+        actor = as_ray_actor(SpareProcess).options(name=f"{run}: {name}", num_cpus=0, scheduling_strategy=_on(node.node_id))
+        handle = actor.remote(run, name, num_threads=scaling.threads_per_device)
+        return _Spare(handle, handle.prepare.remote(order), time.monotonic())
+
+    def _drop_overdue(self) -> None:
+        latest_s = time.monotonic() - self._actors.cluster.start_timeout_s
+        for node_id, spares in self._waiting.items():
+            overdue = [spare for spare in spares if spare.since_s < latest_s and not spare.has_answered]
+            for spare in overdue:
+                ray.kill(spare.handle, no_restart=True)
+            self._waiting[node_id] = [spare for spare in spares if spare not in overdue]
+
+    def are_ready(self, nodes: Collection[ClusterNode]) -> bool:
+        """Return whether all processes on these nodes have loaded their modules, or failed to."""
+        return all(spare.has_answered for node in nodes for spare in self._waiting.get(node.node_id, []))
+
+    def take(self, slots: Mapping[int, DeviceSlot]) -> dict[int, Any]:
+        """Let processes that are ready take devices in these slots, by number; return the handles of those that did so within seconds."""
+        chosen = {number: spare for number, slot in slots.items() if (spare := self._choose(slot)) is not None}
+        for number, slot in slots.items():
+            self._take_seat(number, slot if number in chosen else None)
+        calls = dict(self._calls({number: (spare, slots[number]) for number, spare in chosen.items()}))
+        if calls:
+            timeout_s = _GPU_S if any(slot.num_gpus for slot in slots.values()) else _ANSWER_S
+            ray.wait(list(calls.values()), num_returns=len(calls), timeout=timeout_s)
+        taken = {number: chosen[number].handle for number, call in calls.items() if _has_succeeded(call)}
+        for number in chosen.keys() - taken.keys():
+            ray.kill(chosen[number].handle, no_restart=True)
+            self._take_seat(number, None)
+        return taken
+
+    def _choose(self, slot: DeviceSlot) -> _Spare | None:
+        waiting = self._waiting.get(slot.node.node_id, [])
+        spare = next((spare for spare in waiting if spare.has_answered), None)
+        if spare is not None:
+            waiting.remove(spare)
+        return spare
+
+    def _take_seat(self, number: int, slot: DeviceSlot | None) -> None:
+        """Reserve what a device needs in a slot, unless that is reserved already; without a slot end the reservation."""
+        seat = self._seats.get(number)
+        if seat is not None and (slot is None or slot.node.node_id != seat.node_id):
+            ray.kill(self._seats.pop(number).handle, no_restart=True)
+        if slot is not None and number not in self._seats:
+            options = {"num_cpus": self._actors.scaling.cpus_per_device, "num_gpus": slot.num_gpus, "max_restarts": 0}
+            handle = ray.remote(Seat).options(**options, scheduling_strategy=_on(slot.node.node_id)).remote()
+            self._seats[number] = _TakenSeat(slot.node.node_id, handle, handle.gpus.remote())
+
+    def _calls(self, chosen: Mapping[int, tuple[_Spare, DeviceSlot]]) -> Iterator[tuple[int, Any]]:
+        actors = self._actors
+        slots = {number: slot for number, (_, slot) in chosen.items()}
+        positions = node_positions([slots.get(number, member.slot) for number, member in enumerate(actors.launched)], actors.scaling)
+        for number, (spare, slot) in chosen.items():
+            gpus = self._gpus(number) if slot.num_gpus else ""
+            if gpus is not None:
+                identity = Identity(actors.run, number, slot.name, stages=())
+                yield (
+                    number,
+                    spare.handle.take_device.remote(identity, gpu_share=slot.num_gpus, node_position=positions[number], gpus=gpus),
+                )
+
+    def _gpus(self, number: int) -> str | None:
+        try:
+            return str(ray.get(self._seats[number].gpus, timeout=_GPU_S))
+        except RayError:
+            return None
+
+    def close(self) -> None:
+        """End all processes that wait, and all seats."""
+        waiting = [spare.handle for spares in self._waiting.values() for spare in spares]
+        for handle in [*waiting, *(seat.handle for seat in self._seats.values())]:
+            ray.kill(handle, no_restart=True)
+        self._waiting, self._seats = {}, {}
+
+
+def _on(node_id: str) -> NodeAffinitySchedulingStrategy:
+    return NodeAffinitySchedulingStrategy(node_id, soft=False)
+
+
+def _has_succeeded(call: Any) -> bool:
+    try:
+        ray.get(call, timeout=0)
+    except RayError:
+        return False
+    return True
