@@ -118,6 +118,15 @@ def address_of(interface: str) -> str | None:
     return socket.inet_ntoa(answer[20:24])
 
 
+def listens(address: str, port: int, *, timeout_s: float) -> bool:
+    """Return whether a process on this or another host takes connections at a port within some seconds."""
+    try:
+        socket.create_connection((address, port), timeout=timeout_s).close()
+    except OSError:
+        return False
+    return True
+
+
 def reaches(address: str, port: int, *, timeout_s: float) -> bool:
     """Return whether this host reaches another one within some seconds; that nobody listens at the port is an answer, too."""
     try:

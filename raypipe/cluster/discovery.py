@@ -8,7 +8,7 @@ import os
 import signal
 import time
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -17,14 +17,14 @@ import ray
 from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from raypipe.actors.transport.sockets import reaches
+from raypipe.actors.transport.sockets import listens
 from raypipe.artifacts.topology import ClusterTopology
 from raypipe.cluster.node_matching import is_gpu, match_slots
 from raypipe.cluster.slots import NODE_LABEL, ClusterNode, DeviceSlot, resource_text, resources_per_device
 from raypipe.config import ScalingConfig
 from raypipe.errors import PlanError
 
-_REACH_S = 2.0  # for a node to be reached
+_REACH_S = 2.0  # for Ray's process on a node to be reached
 _ANSWER_S = 5.0  # for one that is reached to start a worker
 _RELEASE_S = 15.0  # for an earlier run to give back its resources
 
@@ -75,15 +75,21 @@ def find_slots(scaling: ScalingConfig) -> list[DeviceSlot]:
     return slots[: scaling.num_devices]
 
 
+def unreached(nodes: Iterable[ClusterNode], *, timeout_s: float) -> set[str]:
+    """Return the ids of nodes where Ray takes no connection within some seconds; Ray itself may hold them to be alive for longer."""
+    ports = [node for node in nodes if node.port]
+    with ThreadPoolExecutor(max(len(ports), 1)) as pool:
+        answers = pool.map(lambda node: listens(node.address, node.port, timeout_s=timeout_s), ports)
+        return {node.node_id for node, answer in zip(ports, answers, strict=True) if not answer}
+
+
 def end_processes(processes: Collection[tuple[ClusterNode, int]]) -> set[str]:
     """End some processes of Ray, by node and process id, which do not answer; return the ids of nodes that do not answer, either.
 
     Ray itself takes ten seconds for a process that is stopped, and as long its resources are not free.
     """
     nodes = {node.node_id: node for node, _ in processes}
-    with ThreadPoolExecutor(max(len(nodes), 1)) as pool:
-        answers = pool.map(lambda node: not node.port or reaches(node.address, node.port, timeout_s=_REACH_S), nodes.values())
-        reached = {node_id for node_id, answer in zip(nodes, answers, strict=True) if answer}
+    reached = nodes.keys() - unreached(nodes.values(), timeout_s=_REACH_S)
     pids: dict[str, list[int]] = {}
     for node, pid in processes:
         if node.node_id in reached:

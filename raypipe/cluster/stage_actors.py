@@ -245,6 +245,11 @@ class StageActors(ActorGroup):
         slot, stages = self.members[device].slot, stages_text(self.members[device].stages, self.branches)
         return StageFailedError(slot.name, stages, slot.node.address, task, problem, remedy)
 
+    def _failure(self, error: Exception, device: int, task: str) -> Failure:
+        if isinstance(error, ActorUnavailableError):
+            self._silent.add(self.members[device].slot.name)  # it would not answer when the others come to rest, either
+        return super()._failure(error, device, task)
+
     def gather(self, calls: Mapping[int, Any], task: str, *, timeout_s: float | None = None, poll_s: float = POLL_S) -> dict[int, Any]:
         """Return the answers by device, or raise the failure of one, be it silence or a lost link; see `ActorGroup.gather`."""
         self._lost_links = LostLinks(self.cluster.silence_timeout_s)

@@ -58,7 +58,8 @@ def all_states(actors: StageActors) -> States:
 def within_reach(actors: StageActors, states: States, device: int, layers: Sequence[int], *, apart: Collection[frozenset[str]]) -> States:
     """Return the states of layers for a device; nodes do not fetch from each other if they are `apart`, a pair of ids each.
 
-    Where a copy lies on a node that is apart from the device's, one between them hands it on: Ray may choose any copy.
+    Where a copy lies on a node that is apart from the device's, one that has another copy, or is between them, hands it on: Ray may choose
+    any copy.
     """
     node_id = actors.members[device].slot.node.node_id
     far = {next(iter(pair - {node_id})) for pair in apart if node_id in pair}
@@ -72,7 +73,8 @@ def within_reach(actors: StageActors, states: States, device: int, layers: Seque
         if not holders[part] & far:
             return part
         for member in sorted(near, key=lambda member: member.slot.node.node_id not in holders[part]):
-            if not any(frozenset((member.slot.node.node_id, holder)) in apart for holder in holders[part]):
+            node_id = member.slot.node.node_id
+            if node_id in holders[part] or not any(frozenset((node_id, holder)) in apart for holder in holders[part]):
                 return member.handle.hand_on.remote(part)
         return part
 

@@ -15,7 +15,7 @@ from raypipe.actors.stage.checkpoint import Checkpoint
 from raypipe.artifacts.storage import Storage
 from raypipe.callbacks.events import RecoveredFailure
 from raypipe.cluster.coordinator import Coordinator
-from raypipe.cluster.discovery import end_processes, spare_slots
+from raypipe.cluster.discovery import end_processes, spare_slots, unreached
 from raypipe.cluster.slots import DeviceSlot, resources_per_device
 from raypipe.cluster.state_copies import StateCopies
 from raypipe.cluster.states import States
@@ -31,6 +31,7 @@ _LOG = logging.getLogger("raypipe.training.recovery")
 _MOST_TRIES = 6  # of one recovery: another device may be lost meanwhile
 _AVOID_S = 600.0  # for a node on which an actor did not start
 _LOOK_S = 5.0  # between two looks for devices that have come back
+_REACH_S = 0.2  # for a node that was lost to take a connection at such a look
 
 
 @dataclass(frozen=True)
@@ -67,6 +68,7 @@ class Recovery:
     _raised: set[tuple[str, str, int]] = field(default_factory=set)
     _unusable: dict[str, float] = field(default_factory=dict)  # nodes on which actors did not start, and when
     _looked_at_s: float = -math.inf
+    _lost_nodes: set[str] = field(default_factory=set)  # in the last recovery; Ray may take them for alive for some time
 
     def __post_init__(self) -> None:
         self._first = self.strategy
@@ -96,6 +98,7 @@ class Recovery:
         self.record.count_failure(error, update)
         self._count(error, update)
         first, since_s = error, time.monotonic()
+        self._lost_nodes.clear()
         for _ in range(_MOST_TRIES):
             try:
                 source, changes = self._restore(error, update)
@@ -156,7 +159,7 @@ class Recovery:
                     order=self.build_order(),
                     programs=programs,
                     wiring=self.sums.begin(programs),
-                    apart=list(self._cut_links),
+                    apart=self._apart(),
                 )
             except (StateLostError, FormatError) as loss:
                 self.record.notice(f"{source.text} cannot be used: {loss}")
@@ -172,8 +175,8 @@ class Recovery:
         actors = self.coordinator.actors
         slots = [member.slot for member in actors.launched]
         # Ray takes a node that is cut off for alive until it has missed some of its reports.
-        lost_nodes = end_processes([(slots[number].node, actors.launched_infos[number].pid) for number in silent])
-        lost_nodes |= {node_id for node_id, since_s in self._unusable.items() if time.monotonic() - since_s < _AVOID_S}
+        self._lost_nodes |= end_processes([(slots[number].node, actors.launched_infos[number].pid) for number in silent])
+        lost_nodes = self._lost_nodes | {node_id for node_id, since_s in self._unusable.items() if time.monotonic() - since_s < _AVOID_S}
         return spare_slots(slots, sorted(actors.gone), resources_per_device(actors.scaling), without=lost_nodes)
 
     def _start_in(self, slots: Mapping[int, DeviceSlot]) -> str:
@@ -206,6 +209,11 @@ class Recovery:
         left = len(whole.launched) - len(gone)
         self.adopt(strategy, update, f"{left} of {len(whole.launched)} devices are left" if gone else "a link is lost")
 
+    def _apart(self) -> list[Pair]:
+        """Return the pairs of nodes that do not reach each other: those with a cut link, and lost ones with all others."""
+        nodes = {member.slot.node.node_id for member in self.coordinator.actors.alive().values()} - self._lost_nodes
+        return [*self._cut_links, *(frozenset(pair) for pair in itertools.product(self._lost_nodes, nodes))]
+
     def _names_on(self, node_id: str) -> set[str]:
         """Return which nodes of the first plan's topology the devices on a node stand for: those that have moved for their old one."""
         whole = self._first
@@ -222,6 +230,8 @@ class Recovery:
         if not (actors.gone or self._cut_links) or time.monotonic() - self._looked_at_s < _LOOK_S:
             return
         self._looked_at_s = time.monotonic()
+        lost = {slot.node for number in actors.gone if (slot := actors.launched[number].slot).node.node_id in self._lost_nodes}
+        self._lost_nodes = unreached(lost, timeout_s=_REACH_S)
         is_link_back = self._cut_links.come_back()
         slots = self._free_slots()
         if slots and not self._is_prepared(slots):
@@ -243,7 +253,7 @@ class Recovery:
             order=self.build_order(),
             programs=programs,
             wiring=self.sums.begin(programs),
-            apart=list(self._cut_links),
+            apart=self._apart(),
         )
         self.record.notice(f"update {update}: going on{changes}")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import socket
 
 import pytest
 
@@ -34,9 +35,15 @@ def test_a_node_that_does_not_answer_is_taken_for_lost(monkeypatch: pytest.Monke
 
 
 def test_a_node_that_is_not_reached_is_not_waited_for_to_end_its_processes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("raypipe.cluster.discovery.reaches", lambda _address, _port, *, timeout_s: timeout_s < 0)
+    monkeypatch.setattr("raypipe.cluster.discovery.listens", lambda _address, _port, *, timeout_s: timeout_s < 0)
     assert end_processes([(dataclasses.replace(node, port=7001), 12) for node in (A, B)]) == {"a", "b"}
     assert end_processes([]) == set()
+
+
+def test_nothing_is_left_to_end_on_a_node_where_ray_has_ended() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    assert end_processes([(dataclasses.replace(A, address="127.0.0.1", port=port), 12)]) == {"a"}
 
 
 def test_a_cpu_slot_is_not_replaced_by_one_of_a_node_with_other_devices(monkeypatch: pytest.MonkeyPatch) -> None:

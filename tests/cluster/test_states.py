@@ -43,6 +43,13 @@ def test_a_state_on_a_node_that_is_not_reached_is_handed_on_by_one_that_has_it_o
     assert found == {0: ["a's"], 1: ["b's by c", "of b and c by c"], 2: ["small"]}
 
 
+def test_a_state_on_a_lost_node_is_handed_on_by_one_that_has_a_copy() -> None:
+    # Ray would ask the lost node first, for as long as it takes it for alive.
+    states = {1: ["of b and c", "b's"]}
+    found = within_reach(actors("ac"), states, 0, [1], apart=[frozenset("ab"), frozenset("bc")])
+    assert found == {1: ["of b and c by c", "b's"]}
+
+
 def test_a_device_whose_node_reaches_all_others_gets_states_as_they_are() -> None:
     states = {1: ["b's"]}
     assert within_reach(actors("abc"), states, 2, [1], apart=APART) is states
