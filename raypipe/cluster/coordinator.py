@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -33,7 +34,7 @@ Programs = Mapping[str, Sequence[DeviceProgram]]
 Patterns = Mapping[tuple[int, ...], Pattern]
 _USUAL = Wiring()
 _NUM_NEWEST = 8  # windows, by which the next one is known to be late
-_LATE = 2.0  # times the longest of these
+_LATE = 2.0  # times the median of these
 _LEAST_POLL_S = 0.5
 
 
@@ -241,7 +242,7 @@ class Coordinator:
     def _poll_s(self, name: str) -> float:
         """Return after which time a window is late, so that its devices are asked for their state."""
         newest_s = self._newest_s.get(name)
-        return min(max(_LATE * max(newest_s), _LEAST_POLL_S), POLL_S) if newest_s else POLL_S
+        return min(max(_LATE * statistics.median(newest_s), _LEAST_POLL_S), POLL_S) if newest_s else POLL_S
 
     # Layers
 

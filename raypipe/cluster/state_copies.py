@@ -7,7 +7,9 @@ copies of an object are, and takes the one that is left.
 
 from __future__ import annotations
 
+import statistics
 import time
+from collections import deque
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -21,6 +23,7 @@ from raypipe.cluster.states import Parts, States, by_layer, export_states, expor
 # Until then, or for so many times what other nodes have taken, a node may fetch copies: it may not reach the node that has them.
 _SLOW_S = 60.0
 _SLOW = 10.0
+_NUM_NEWEST = 3
 
 
 @dataclass(frozen=True)
@@ -45,13 +48,13 @@ class StateCopies:
         self._holding: dict[int, int] = {}  # by the number of its slot, the newest update of which an actor keeps other nodes' layers
         self._usual_s = float("inf")  # for a node to fetch copies
         self._taken_at_s = -float("inf")
-        self._took_s = 0.0
+        self._took_s: deque[float] = deque(maxlen=_NUM_NEWEST)  # for the newest copies; one may have met a busy machine
         self.cut_links: Collection[frozenset[str]] = ()  # ids of nodes that do not reach each other
         self.seconds = 0.0  # for which the run has waited for copies
 
     def take(self, update: int) -> bool:
         """Copy the state behind an update, unless the last copies are still on their way or would take too much of the run's time."""
-        is_early = self._share < 1 and time.monotonic() - self._taken_at_s < self._took_s / self._share
+        is_early = self._share < 1 and time.monotonic() - self._taken_at_s < self._usual_wait_s / self._share
         if self._is_fetching() or is_early:
             return False
         since_s = time.monotonic()
@@ -66,9 +69,13 @@ class StateCopies:
             self._fetching[call] = (members[device].slot.node.node_id, members[keeper].slot.node.node_id)
         self._drop_elsewhere({self._actors.devices[keeper] for keeper in keepers.values()}, update=update, oldest=oldest)
         self._taken_at_s = time.monotonic()
-        self._took_s = self._taken_at_s - since_s
-        self.seconds += self._took_s
+        self._took_s.append(self._taken_at_s - since_s)
+        self.seconds += self._took_s[-1]
         return True
+
+    @property
+    def _usual_wait_s(self) -> float:
+        return statistics.median(self._took_s) if self._took_s else 0.0
 
     def _drop_elsewhere(self, keeping: Collection[int], *, update: int, oldest: int) -> None:
         """Let actors that keep no new copies drop their old ones; those that keep new ones do so by themselves."""
