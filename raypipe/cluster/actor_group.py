@@ -19,7 +19,8 @@ from raypipe.cluster.slots import DeviceSlot
 from raypipe.errors import AbortedError, RaypipeError, RunError, StateLostError, TransportError
 
 POLL_S = 5.0
-"""Usual time between two looks at actors that have not answered."""
+"""Usual time until actors that have not answered are looked at."""
+_AGAIN_S = 1.0  # between two further looks
 STARTING = "starting"
 SILENCE_REMEDY = "look at its node: it may be down, cut off, out of memory, or have no free CPU for it (`ray status`)"
 _START_REMEDY = "raypipe and the model must be importable on every node: install them there, or submit with --working-dir"
@@ -90,7 +91,8 @@ class ActorGroup:
     def gather(self, calls: Mapping[int, Any], task: str, *, timeout_s: float | None = None, poll_s: float = POLL_S) -> dict[int, Any]:
         """Return the answers by device, or raise the failure of one. Without a timeout, only silence is a failure.
 
-        Devices that have not answered are asked for their state every `poll_s` seconds.
+        Devices that have not answered within `poll_s` seconds are asked for their state, and then each second: some failures show only in
+        several answers.
         """
         device_of = {ref: device for device, ref in calls.items()}
         pending = list(device_of)
@@ -108,7 +110,7 @@ class ActorGroup:
             if pending and (is_late or time.monotonic() - checked_s > poll_s):
                 if overdue := self._overdue([device_of[ref] for ref in pending], task, is_late=is_late):
                     self._fail(overdue, {ref: device_of[ref] for ref in pending}, task)
-                checked_s = time.monotonic()
+                checked_s, poll_s = time.monotonic(), min(poll_s, _AGAIN_S)
         return {device: answers[device] for device in sorted(answers)}
 
     def _overdue(self, devices: Sequence[int], task: str, *, is_late: bool) -> Failure | None:

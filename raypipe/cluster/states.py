@@ -58,7 +58,7 @@ def all_states(actors: StageActors) -> States:
 def within_reach(actors: StageActors, states: States, device: int, layers: Sequence[int], *, apart: Collection[frozenset[str]]) -> States:
     """Return the states of layers for a device; nodes do not fetch from each other if they are `apart`, a pair of ids each.
 
-    Where a copy lies on a node that is apart from the device's, one that has another copy, or is between them, hands it on: Ray may choose
+    Where a copy lies on a node that is apart from the device's, one between them, or else one that has a copy, hands it on: Ray may choose
     any copy.
     """
     node_id = actors.members[device].slot.node.node_id
@@ -70,13 +70,13 @@ def within_reach(actors: StageActors, states: States, device: int, layers: Seque
     near = [member for member in actors.alive().values() if member.slot.node.node_id not in far]
 
     def handed_on(part: Any) -> Any:
+        """Return the part as who hands it on has it: rather one that reaches all copies than one that has a copy but not its maker."""
         if not holders[part] & far:
             return part
-        for member in sorted(near, key=lambda member: member.slot.node.node_id not in holders[part]):
-            node_id = member.slot.node.node_id
-            if node_id in holders[part] or not any(frozenset((node_id, holder)) in apart for holder in holders[part]):
-                return member.handle.hand_on.remote(part)
-        return part
+        reaching = [one for one in near if not any(frozenset((one.slot.node.node_id, holder)) in apart for holder in holders[part])]
+        holding = [one for one in near if one.slot.node.node_id in holders[part]]
+        chosen = next(iter([one for one in reaching if one in holding] + reaching + holding), None)
+        return part if chosen is None else chosen.handle.hand_on.remote(part)
 
     return {layer: [handed_on(part) for part in states[layer]] for layer in layers}
 
