@@ -13,7 +13,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from raypipe.actors.orders import BuildOrder, Identity
 from raypipe.actors.spare import SpareProcess
-from raypipe.cluster.seats import Seat
+from raypipe.cluster.reservation import Reservation
 from raypipe.cluster.slots import ClusterNode, DeviceSlot
 from raypipe.cluster.stage_actors import StageActors, as_ray_actor, node_positions
 
@@ -34,7 +34,7 @@ class _Spare:
 
 
 @dataclass(frozen=True)
-class _TakenSeat:
+class _Reserved:
     node_id: str
     handle: Any
     gpus: Any
@@ -42,12 +42,12 @@ class _TakenSeat:
 
 
 class Spares:
-    """The spare processes of a run, and the seats of those that have taken devices."""
+    """The spare processes of a run, and the reservations of those that have taken devices."""
 
     def __init__(self, actors: StageActors) -> None:
         self._actors = actors
         self._waiting: dict[str, list[_Spare]] = {}  # by node
-        self._seats: dict[int, _TakenSeat] = {}  # by the number of the device's slot
+        self._reserved: dict[int, _Reserved] = {}  # by the number of the device's slot
         self._num_starts = 0
 
     def keep(self, wanted: Mapping[ClusterNode, int], order: Callable[[], BuildOrder]) -> None:
@@ -82,7 +82,7 @@ class Spares:
         """Let processes that are ready take devices in these slots, by number; return the handles of those that did so within seconds."""
         chosen = {number: spare for number, slot in slots.items() if (spare := self._choose(slot)) is not None}
         for number, slot in slots.items():
-            self._take_seat(number, slot if number in chosen else None)
+            self._reserve(number, slot if number in chosen else None)
         calls = dict(self._calls({number: (spare, slots[number]) for number, spare in chosen.items()}))
         if calls:
             timeout_s = _GPU_S if any(slot.num_gpus for slot in slots.values()) else _ANSWER_S
@@ -90,7 +90,7 @@ class Spares:
         taken = {number: chosen[number].handle for number, call in calls.items() if _has_succeeded(call)}
         for number in chosen.keys() - taken.keys():
             ray.kill(chosen[number].handle, no_restart=True)
-            self._take_seat(number, None)
+            self._reserve(number, None)
         return taken
 
     def _choose(self, slot: DeviceSlot) -> _Spare | None:
@@ -100,15 +100,15 @@ class Spares:
             waiting.remove(spare)
         return spare
 
-    def _take_seat(self, number: int, slot: DeviceSlot | None) -> None:
+    def _reserve(self, number: int, slot: DeviceSlot | None) -> None:
         """Reserve what a device needs in a slot, unless that is reserved already; without a slot end the reservation."""
-        seat = self._seats.get(number)
-        if seat is not None and (slot is None or slot.node.node_id != seat.node_id):
-            ray.kill(self._seats.pop(number).handle, no_restart=True)
-        if slot is not None and number not in self._seats:
+        reserved = self._reserved.get(number)
+        if reserved is not None and (slot is None or slot.node.node_id != reserved.node_id):
+            ray.kill(self._reserved.pop(number).handle, no_restart=True)
+        if slot is not None and number not in self._reserved:
             options = {"num_cpus": self._actors.scaling.cpus_per_device, "num_gpus": slot.num_gpus, "max_restarts": 0}
-            handle = ray.remote(Seat).options(**options, scheduling_strategy=_on(slot.node.node_id)).remote()
-            self._seats[number] = _TakenSeat(slot.node.node_id, handle, handle.gpus.remote())
+            handle = ray.remote(Reservation).options(**options, scheduling_strategy=_on(slot.node.node_id)).remote()
+            self._reserved[number] = _Reserved(slot.node.node_id, handle, handle.gpus.remote())
 
     def _calls(self, chosen: Mapping[int, tuple[_Spare, DeviceSlot]]) -> Iterator[tuple[int, Any]]:
         actors = self._actors
@@ -125,16 +125,16 @@ class Spares:
 
     def _gpus(self, number: int) -> str | None:
         try:
-            return str(ray.get(self._seats[number].gpus, timeout=_GPU_S))
+            return str(ray.get(self._reserved[number].gpus, timeout=_GPU_S))
         except RayError:
             return None
 
     def close(self) -> None:
-        """End all processes that wait, and all seats."""
+        """End all processes that wait, and all reservations."""
         waiting = [spare.handle for spares in self._waiting.values() for spare in spares]
-        for handle in [*waiting, *(seat.handle for seat in self._seats.values())]:
+        for handle in [*waiting, *(reserved.handle for reserved in self._reserved.values())]:
             ray.kill(handle, no_restart=True)
-        self._waiting, self._seats = {}, {}
+        self._waiting, self._reserved = {}, {}
 
 
 def _on(node_id: str) -> NodeAffinitySchedulingStrategy:

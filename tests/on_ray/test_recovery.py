@@ -54,6 +54,7 @@ def trainer(
     message_timeout_s: float = 60.0,
     plan: Path | None = None,
     adapts: bool = False,
+    spares: bool = False,
 ) -> Trainer:
     return Trainer(
         "raypipe.models.mlp:mlp",
@@ -64,7 +65,7 @@ def trainer(
         scaling_config=scaling or ScalingConfig(num_devices=2, layers_per_stage=(4, 4)),
         cluster_config=ClusterConfig(message_timeout_s=message_timeout_s, silence_timeout_s=5.0),
         run_config=RunConfig(name="test", storage_path=str(folder), num_updates=NUM_UPDATES, checkpoint_every=checkpoint_every),
-        failure_config=FailureConfig(max_failures=max_failures, copy_share=1.0, spare_processes=False),
+        failure_config=FailureConfig(max_failures=max_failures, copy_share=1.0, spare_processes=spares),
         adaptation_config=AdaptationConfig(enabled=adapts, schedules=("1f1b", "zb-h1")) if adapts else AdaptationConfig(),
         plan=None if plan is None else str(plan),
         faults=faults,

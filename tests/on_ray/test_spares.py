@@ -14,36 +14,11 @@ from ray.util.state import list_actors
 from raypipe.actors.execution.faults import FaultKind, FaultScript
 from raypipe.callbacks.base import Callback
 from raypipe.callbacks.events import Run, Window
-from raypipe.config import ClusterConfig, FailureConfig, OptimizerConfig, RunConfig, ScalingConfig, ScheduleConfig
 from raypipe.errors import StageFailedError
-from raypipe.training.trainer import Trainer
-from tests.actors.oracles import NUM_ROWS, RandomRows
+from tests.on_ray.test_recovery import trainer
 from tests.spares import Watched, watch_spares
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(180), pytest.mark.filterwarnings("default"), pytest.mark.usefixtures("local_ray")]
-
-NUM_UPDATES = 12
-PER_WINDOW = 3
-
-
-def rows(split: str) -> RandomRows:
-    assert split in {"train", "validation"}
-    return RandomRows()
-
-
-def trainer(folder: Path, *, faults: FaultScript | None = None, spares: bool = True, max_failures: int = 3) -> Trainer:
-    return Trainer(
-        "raypipe.models.mlp:mlp",
-        model_options={"num_layers": 8, "dtype": "float64"},
-        batches=rows,
-        schedule_config=ScheduleConfig(num_microbatches=4, microbatch_size=NUM_ROWS, updates_per_window=PER_WINDOW),
-        optimizer_config=OptimizerConfig(learning_rate=1e-2, warmup_updates=4),
-        scaling_config=ScalingConfig(num_devices=2, layers_per_stage=(4, 4)),
-        cluster_config=ClusterConfig(message_timeout_s=60.0, silence_timeout_s=5.0),
-        run_config=RunConfig(name="test", storage_path=str(folder), num_updates=NUM_UPDATES),
-        failure_config=FailureConfig(max_failures=max_failures, copy_share=1.0, spare_processes=spares),
-        faults=faults,
-    )
 
 
 @pytest.fixture
@@ -72,15 +47,15 @@ def living(run: str = "") -> list[str]:
 @pytest.mark.parametrize("kind", [FaultKind.KILL, FaultKind.STOP])
 def test_a_spare_process_takes_the_place_and_losses_stay_equal(tmp_path: Path, watched: Watched, kind: FaultKind) -> None:
     before = living()
-    calm = trainer(tmp_path / "calm", spares=False).fit()
+    calm = trainer(tmp_path / "calm").fit()
     assert not watched.started
     faults = FaultScript().fail_at(device=1, before="1B2", kind=kind, window=1).fail_at(device=1, before="1B2", kind=kind, window=2)
-    struck, seats = trainer(tmp_path / "struck", faults=faults), []
-    struck.callbacks.append(AtUpdate(9, lambda: seats.append(living().count("Seat"))))
+    struck, reservations = trainer(tmp_path / "struck", spares=True, faults=faults), []
+    struck.callbacks.append(AtUpdate(9, lambda: reservations.append(living().count("Reservation"))))
     found = struck.fit()
     assert found.losses == calm.losses
     assert watched.taken == [[1], [1]]
-    assert seats == [1]  # one device runs in a process of which Ray knows no resources
+    assert reservations == [1]  # one device runs in a process of which Ray knows no resources
     assert living() == before
 
 
@@ -90,8 +65,8 @@ def test_without_a_spare_process_that_answers_a_new_actor_takes_the_place(tmp_pa
         for handle in watched.started:
             os.kill(ray.get(handle.info.remote()).pid, number)
 
-    calm = trainer(tmp_path / "calm", spares=False).fit()
-    struck = trainer(tmp_path / "struck", faults=FaultScript().fail_at(device=0, before="0F1", kind=FaultKind.KILL, window=2))
+    calm = trainer(tmp_path / "calm").fit()
+    struck = trainer(tmp_path / "struck", spares=True, faults=FaultScript().fail_at(device=0, before="0F1", kind=FaultKind.KILL, window=2))
     struck.callbacks.append(AtUpdate(6, strike_spares))
     assert struck.fit().losses == calm.losses
     assert watched.taken == [[]]
@@ -102,6 +77,6 @@ def test_spare_processes_end_with_a_run_that_fails(tmp_path: Path, watched: Watc
     before = living()
     faults = FaultScript().fail_at(device=1, before="1F3", kind=FaultKind.KILL, window=1, repeats=True)
     with pytest.raises(StageFailedError, match="process died"):
-        trainer(tmp_path, faults=faults, max_failures=1).fit()
+        trainer(tmp_path, spares=True, faults=faults, max_failures=1).fit()
     assert watched.taken == [[1]]
     assert living() == before

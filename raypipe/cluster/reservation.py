@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 
 
-class Seat:
+class Reservation:
     """An actor that holds the resources of a device, which another process uses. Its module loads nothing that takes time or memory."""
 
     def gpus(self) -> str:
