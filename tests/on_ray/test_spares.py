@@ -41,7 +41,9 @@ class AtUpdate(Callback):
 
 def living(run: str = "") -> list[str]:
     """Return the classes of the actors that Ray holds to be alive."""
-    return sorted(actor.class_name for actor in list_actors(limit=1000) if actor.state not in {"DEAD"} and run in (actor.name or ""))
+    address = ray.get_runtime_context().gcs_address  # there may be other clusters on this machine
+    found = list_actors(address=address, limit=1000)
+    return sorted(actor.class_name for actor in found if actor.state not in {"DEAD"} and run in (actor.name or ""))
 
 
 @pytest.mark.parametrize("kind", [FaultKind.KILL, FaultKind.STOP])
