@@ -57,7 +57,11 @@ def measure_layers(
     batch = devices.upload(batch, on)
     model = loss_in_float32(model, precision)
     make = _Maker(model, optimizer, seed=seed, precision=precision, on=on)
-    outputs, keys = _compared(make, batch, on_layer)
+    compared = _Comparison(make, batch)
+    for number in range(1, 1 + len(model.layers)):
+        on_layer(f"comparing layer {number} of {len(model.layers)}")
+        compared.add_next()
+    outputs, keys = compared.outputs, compared.keys
     first_of = {key: index for index, key in reversed(list(enumerate(keys)))}
     measured = {key: known for key in first_of if cache is not None and (known := cache.get(key)) is not None}
     unknown = {key: index for key, index in sorted(first_of.items(), key=lambda pair: pair[1]) if key not in measured}
@@ -92,6 +96,9 @@ class _Maker:
     def _cut(self) -> Cut:
         return Cut(tuple((layer,) for layer in range(len(self.model.layers))), self.model.edges())
 
+    def sources(self, index: int) -> list[int]:
+        return [source for source, target in self._cut.edges if target == index]
+
     def weights(self, index: int) -> Weights:
         untied = dataclasses.replace(self.model, ties=())  # initial values do not change the cost
         return build_stage(
@@ -110,23 +117,45 @@ class _Maker:
         return len(next(iter(batch.values())))
 
 
-def _compared(make: _Maker, batch: Batch, on_layer: Callable[[str], None]) -> tuple[dict[int, tuple[LayerOutput, ...]], list[LayerKey]]:
-    """Return what each layer passes on, and the key that it has in common with the layers that cost the same."""
-    outputs: dict[int, tuple[LayerOutput, ...]] = {}
-    keys: list[LayerKey] = []
-    for index in range(len(make.model.layers)):
-        on_layer(f"comparing layer {index + 1} of {len(make.model.layers)}")
+class _Comparison:
+    """What each layer passes on, and the key that it has in common with the layers that cost the same."""
+
+    def __init__(self, make: _Maker, batch: Batch) -> None:
+        self._make = make
+        self._batch = batch
+        self._first_of: dict[tuple[str, str, str], int] = {}
+        self.outputs: dict[int, tuple[LayerOutput, ...]] = {}
+        self.keys: list[LayerKey] = []
+
+    def add_next(self) -> None:
+        """Try the next layer: once if a layer before it is built alike and has done the same in its first trial."""
+        index, make = len(self.keys), self._make
         weights, trace = make.weights(index), OperatorTrace()
-        built = structure(make.model, weights.module, outputs, batch)
-        with trace.recorded(weights.module):
-            outputs |= prepare(weights, outputs, batch, num_rows=make.num_rows(batch))
         optimizer = weights.optimizer
-        stepped = described(optimizer) if optimizer is not None else ""
         code = code_of(kinds_of(optimizer)) if optimizer is not None else ""
-        keys.append(
-            LayerKey(built, f"{trace.digest()} {stepped} {code}") if built is not None and code is not None else LayerKey("", str(index))
+        built = structure(make.model, weights.module, self.outputs, self._batch) if code is not None else None
+        stepped = f"{described(optimizer)} {code}" if optimizer is not None else ""
+        alike = index
+
+        def known() -> dict[int, tuple[LayerOutput, ...]] | None:
+            nonlocal alike
+            if built is not None:
+                alike = self._first_of.setdefault((built, trace.digest(), stepped), index)
+            return None if alike == index else {index: self._outputs_as_of(alike, index)}
+
+        with trace.recorded(weights.module):
+            self.outputs |= prepare(weights, self.outputs, self._batch, num_rows=make.num_rows(self._batch), known=known)
+        if alike != index:
+            self.keys.append(self.keys[alike])
+        else:
+            self.keys.append(LayerKey(built, f"{trace.digest()} {stepped}") if built is not None else LayerKey("", str(index)))
+
+    def _outputs_as_of(self, alike: int, index: int) -> tuple[LayerOutput, ...]:
+        sources = dict(zip(self._make.sources(alike), self._make.sources(index), strict=True))
+        return tuple(
+            dataclasses.replace(output, reaches=frozenset((sources[layer], number) for layer, number in output.reaches))
+            for output in self.outputs[alike]
         )
-    return outputs, keys
 
 
 _NUM_CACHED = 2_000_000  # numbers that fill the caches of a core: 8 MB

@@ -84,8 +84,15 @@ def _loss(loss: Callable[[Tensor, Batch], Tensor], output: Tensor, batch: Batch)
     return loss(output.to(torch.promote_types(output.dtype, torch.float32)), batch)
 
 
-def prepare(weights: Weights, outputs: StageOutputs, batch: Batch, *, num_rows: int) -> dict[int, tuple[LayerOutput, ...]]:
-    """Make the copies of weights that a stage computes with, and return the tensors that it passes on.
+def prepare(
+    weights: Weights,
+    outputs: StageOutputs,
+    batch: Batch,
+    *,
+    num_rows: int,
+    known: Callable[[], dict[int, tuple[LayerOutput, ...]] | None] = lambda: None,
+) -> dict[int, tuple[LayerOutput, ...]]:
+    """Make the copies of weights that a stage computes with, and return the tensors that it passes on; `known` as in `output_specs`.
 
     Raises:
         ConfigError: As `output_specs`; or a backward under `live` would read an outdated cast.
@@ -96,7 +103,7 @@ def prepare(weights: Weights, outputs: StageOutputs, batch: Batch, *, num_rows: 
         weights.versions.lower(weights.names, LOW)
     uses = _Uses(weights) if isinstance(module, _AutocastStage) else None
     with unchanged(module), uses.watched() if uses else nullcontext():
-        specs = output_specs(module, inputs, batch, num_rows=num_rows)
+        specs = output_specs(module, inputs, batch, num_rows=num_rows, known=known)
     weights.versions.check_in_place()
     if uses is not None:
         both = uses.cast & uses.plain

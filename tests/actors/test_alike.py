@@ -13,10 +13,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from raypipe.actors.devices import CPU
 from raypipe.actors.measure.alike import _Walk
 from raypipe.actors.measure.layer_costs import Effort
-from raypipe.actors.measure.layers import measure_layers
+from raypipe.actors.measure.layers import _Comparison, _Maker, measure_layers
+from raypipe.actors.stage.gradient_flow import LayerOutput
 from raypipe.actors.stage.optimizers import build_optimizer
+from raypipe.actors.stage.precision import prepare
 from raypipe.config import OptimizerConfig, Precision
 from raypipe.model import Batch, Layer, Model
 from raypipe.models.gpt import gpt
@@ -51,6 +54,16 @@ class Recomputing(Block):
 class ByPosition(Block):
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x) * 2 if self.layer_idx == 1 else super().forward(x)
+
+
+class ByPositionInTraining(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * 2 if self.training and self.layer_idx == 1 else super().forward(x)
+
+
+class Joined(Block):
+    def forward(self, x: Tensor, *others: Tensor) -> Tensor:
+        return super().forward(x) + others[0].detach()
 
 
 class Sleeping(Block):
@@ -113,6 +126,34 @@ def test_the_blocks_of_a_gpt_are_measured_once_and_keep_their_names() -> None:
 def test_numbers_of_layers_may_differ_where_the_layer_makes_nothing_of_them() -> None:
     assert num_measured(model(*(partial(Block, layer_idx=at) for at in range(3)))) == OTHERS + 1
     assert num_measured(model(*(partial(ByPosition, layer_idx=at) for at in range(3)))) == OTHERS + 2
+    assert num_measured(model(*(partial(ByPositionInTraining, layer_idx=at) for at in range(3)))) == OTHERS + 2
+
+
+def test_a_layer_that_is_alike_is_tried_once_and_passes_on_what_full_trials_find() -> None:
+    inputs = {"a": ("first",), "b": ("a", "first"), "c": ("b",), "d": ("c", "b")}
+    layers = [Layer(name, Joined if len(given) > 1 else Block, inputs=given) for name, given in inputs.items()]
+    made = Model((Layer("first", Block, batch=("inputs",)), *layers, Layer("last", Block)), mean)
+    rows = {"inputs": torch.zeros(ROWS, WIDTH)}
+    runs: list[int] = []
+
+    def count(module: nn.Module, _: object) -> None:
+        if isinstance(module, Block):
+            runs.append(1)
+
+    counting = nn.modules.module.register_module_forward_pre_hook(count)
+    maker = _Maker(made, partial(build_optimizer, OptimizerConfig()), seed=0, precision=Precision.FLOAT32, on=CPU)
+    compared, found = _Comparison(maker, rows), []
+    for _ in made.layers:
+        runs.clear()
+        compared.add_next()
+        found.append(len(runs))
+    counting.remove()
+    assert found == [3, 3, 3, 1, 1, 3]
+    whole: dict[int, tuple[LayerOutput, ...]] = {}
+    for index in range(len(made.layers)):
+        whole |= prepare(maker.weights(index), whole, rows, num_rows=ROWS)
+    assert compared.outputs == whole
+    assert {index: [output.reaches for output in outputs] for index, outputs in whole.items()}[4] == [{(3, 0)}]
 
 
 @pytest.mark.parametrize(
