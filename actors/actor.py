@@ -118,9 +118,10 @@ class StageActor:
         self._held: dict[tuple[int, int], tuple[PackedState, ...]] = {}
         self._num_windows = 0
         """Windows of training that have ended here or, as far as this actor knows, elsewhere."""
-        self._use_device(identity, gpu_share, node_position)
+        self.use_device(identity, gpu_share, node_position)
 
-    def _use_device(self, identity: Identity, gpu_share: float, node_position: cores.NodePosition | None) -> None:
+    def use_device(self, identity: Identity, gpu_share: float, node_position: cores.NodePosition | None) -> None:
+        """Become the actor of a device; `gpu_share` and `node_position` as for the class."""
         if gpu_share:
             self._on = torch.device("cuda", 0)  # Ray shows a process its own GPUs alone
             os.environ.update(cuda.environment(f"{identity.run}-{identity.device}" if gpu_share < 1 else ""))

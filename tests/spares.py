@@ -1,4 +1,4 @@
-"""Spare processes that are ready when they are needed, and what becomes of them."""
+"""Spare processes that are ready whenever one is needed, and what becomes of them."""
 
 from __future__ import annotations
 
@@ -23,20 +23,25 @@ class Watched:
 
 
 def watch_spares(monkeypatch: pytest.MonkeyPatch) -> Watched:
-    """Let no window begin before spare processes are ready; return what becomes of them."""
+    """Let no place be taken before all spare processes are ready; return what becomes of them."""
     watched, keep, take = Watched(), Spares.keep, Spares.take
 
-    def keep_ready(spares: Spares, wanted: Mapping[Any, int], order: Callable[[], Any]) -> None:
-        keep(spares, wanted, order)
-        waiting = [spare for of_node in spares._waiting.values() for spare in of_node]
-        ray.wait([spare.prepared for spare in waiting], num_returns=len(waiting), timeout=60.0)
-        watched.started += [spare.handle for spare in waiting if spare.handle not in watched.started]
+    def keep_noted(spares: Spares, wanted: Mapping[Any, int], order: Callable[[], Any], *, is_urgent: bool = False) -> None:
+        keep(spares, wanted, order, is_urgent=is_urgent)
+        watched.started += [spare.handle for spare in _waiting(spares) if spare.handle not in watched.started]
 
-    def take_noted(spares: Spares, slots: Mapping[int, DeviceSlot]) -> dict[int, Any]:
+    def take_when_ready(spares: Spares, slots: Mapping[int, DeviceSlot]) -> dict[int, Any]:
+        waiting = _waiting(spares)
+        if waiting:
+            ray.wait([spare.prepared for spare in waiting], num_returns=len(waiting), timeout=60.0)
         taken = take(spares, slots)
         watched.taken.append(sorted(taken))
         return taken
 
-    monkeypatch.setattr(Spares, "keep", keep_ready)
-    monkeypatch.setattr(Spares, "take", take_noted)
+    monkeypatch.setattr(Spares, "keep", keep_noted)
+    monkeypatch.setattr(Spares, "take", take_when_ready)
     return watched
+
+
+def _waiting(spares: Spares) -> list[Any]:
+    return [spare for of_node in spares._waiting.values() for spare in of_node]

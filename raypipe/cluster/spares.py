@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import ray
+from ray import cloudpickle
 from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from raypipe.actors.actor import StageActor
 from raypipe.actors.orders import BuildOrder, Identity
-from raypipe.actors.spare import SpareProcess
+from raypipe.actors.spare import standing_in_for
 from raypipe.cluster.reservation import Reservation
 from raypipe.cluster.slots import ClusterNode, DeviceSlot
 from raypipe.cluster.stage_actors import StageActors, as_ray_actor, node_positions
 
+_LOG = logging.getLogger("raypipe.cluster.spares")
+_SPARE_ACTOR = standing_in_for(StageActor)
 _ANSWER_S = 3.0  # for a spare process to take a CPU slot
 _GPU_S = 10.0  # for Ray to give out a GPU that has become free, and for a spare process to take it
 
@@ -48,23 +53,27 @@ class Spares:
         self._actors = actors
         self._waiting: dict[str, list[_Spare]] = {}  # by node
         self._reserved: dict[int, _Reserved] = {}  # by the number of the device's slot
+        self._busy: set[str] = set()  # nodes that left no processor time for loading
         self._num_starts = 0
 
-    def keep(self, wanted: Mapping[ClusterNode, int], order: Callable[[], BuildOrder]) -> None:
-        """Start processes on nodes where fewer than wanted wait; they load what `order` needs beside the windows."""
+    def keep(self, wanted: Mapping[ClusterNode, int], order: Callable[[], BuildOrder], *, is_urgent: bool = False) -> None:
+        """Start processes on nodes where fewer than wanted wait; they load what `order` needs beside the windows.
+
+        Processes that are urgent, or whose node is too busy otherwise, load at the usual priority, the others when a processor is idle.
+        """
         self._drop_overdue()
         for node, count in wanted.items():
             waiting = self._waiting.setdefault(node.node_id, [])
             while len(waiting) < count:
-                waiting.append(self._start(node, order()))
+                waiting.append(self._start(node, order(), when_idle=not is_urgent and node.node_id not in self._busy))
 
-    def _start(self, node: ClusterNode, order: BuildOrder) -> _Spare:
+    def _start(self, node: ClusterNode, order: BuildOrder, *, when_idle: bool) -> _Spare:
         self._num_starts += 1
         run, scaling = self._actors.run, self._actors.scaling
         name = f"spare process {self._num_starts} on {node.name}"
-        actor = as_ray_actor(SpareProcess).options(name=f"{run}: {name}", num_cpus=0, scheduling_strategy=_on(node.node_id))
+        actor = as_ray_actor(_SPARE_ACTOR).options(name=f"{run}: {name}", num_cpus=0, scheduling_strategy=_on(node.node_id))
         handle = actor.remote(run, name, num_threads=scaling.threads_per_device)
-        return _Spare(handle, handle.prepare.remote(order), time.monotonic())
+        return _Spare(handle, handle.prepare.remote(cloudpickle.dumps(order), when_idle=when_idle), time.monotonic())
 
     def _drop_overdue(self) -> None:
         latest_s = time.monotonic() - self._actors.cluster.start_timeout_s
@@ -72,6 +81,7 @@ class Spares:
             overdue = [spare for spare in spares if spare.since_s < latest_s and not spare.has_answered]
             for spare in overdue:
                 ray.kill(spare.handle, no_restart=True)
+                self._busy.add(node_id)
             self._waiting[node_id] = [spare for spare in spares if spare not in overdue]
 
     def are_ready(self, nodes: Collection[ClusterNode]) -> bool:
@@ -87,7 +97,7 @@ class Spares:
         if calls:
             timeout_s = _GPU_S if any(slot.num_gpus for slot in slots.values()) else _ANSWER_S
             ray.wait(list(calls.values()), num_returns=len(calls), timeout=timeout_s)
-        taken = {number: chosen[number].handle for number, call in calls.items() if _has_succeeded(call)}
+        taken = {number: chosen[number].handle for number, call in calls.items() if _has_succeeded(call, slots[number])}
         for number in chosen.keys() - taken.keys():
             ray.kill(chosen[number].handle, no_restart=True)
             self._reserve(number, None)
@@ -141,9 +151,10 @@ def _on(node_id: str) -> NodeAffinitySchedulingStrategy:
     return NodeAffinitySchedulingStrategy(node_id, soft=False)
 
 
-def _has_succeeded(call: Any) -> bool:
+def _has_succeeded(call: Any, slot: DeviceSlot) -> bool:
     try:
         ray.get(call, timeout=0)
-    except RayError:
+    except RayError as error:
+        _LOG.warning("no spare process takes device %s: %s", slot.name, error)
         return False
     return True

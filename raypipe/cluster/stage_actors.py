@@ -16,6 +16,7 @@ from raypipe.actors.actor import StageActor
 from raypipe.actors.actor_info import ActorInfo
 from raypipe.actors.cores import NodePosition
 from raypipe.actors.orders import Identity, Status
+from raypipe.actors.spare import SpareProcess
 from raypipe.artifacts.branches import stages_text
 from raypipe.cluster.actor_group import POLL_S, SILENCE_REMEDY, STARTING, ActorGroup, Failure, Member
 from raypipe.cluster.checks import check_actors
@@ -47,8 +48,8 @@ def waits_for(lost: str, statuses: Mapping[int, Status], *, names: Sequence[str]
     ]
 
 
-def as_ray_actor(actor: type[StageActor]) -> Any:
-    """Return Ray's class of actors for a class of stage actors."""
+def as_ray_actor(actor: type[StageActor | SpareProcess]) -> Any:
+    """Return Ray's class of actors for a class of stage actors, or of spare processes."""
     # Concurrency groups can be named here only, not in `.options`.
     return ray.remote(concurrency_groups=_GROUPS, max_restarts=0, max_task_retries=0)(actor)
 

@@ -262,7 +262,7 @@ class Recovery:
         if not self.config.spare_processes:
             return True
         spares, nodes = self.coordinator.spares, Counter(slot.node for slot in slots.values())
-        spares.keep(nodes, self.build_order)
+        spares.keep(nodes, self.build_order, is_urgent=True)  # the run waits for them
         return spares.are_ready(nodes)
 
     def _sources(self) -> Iterator[Source]:

@@ -2,23 +2,95 @@
 
 from __future__ import annotations
 
+import importlib
+import json
 import os
+import subprocess
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+from ray import cloudpickle
 
-from raypipe.actors.orders import Identity
-from raypipe.actors.spare import VISIBLE_GPUS, SpareProcess
+from raypipe.actors.actor import StageActor
+from raypipe.actors.execution.batches import FileSource, FixedBatch
+from raypipe.actors.orders import BatchFunction, BuildOrder, Identity, ModelFunction
+from raypipe.actors.spare import VISIBLE_GPUS, SpareProcess, standing_in_for
+from raypipe.artifacts.cut import Cut
+from raypipe.config import OptimizerConfig
+from raypipe.data.prepare import prepare
+from raypipe.errors import RunError
+from raypipe.models.mlp import mlp
+from raypipe.schedules.ir import WeightRule
+
+MODULE = """
+import os, threading
+
+from raypipe.models.mlp import mlp
+
+policy = os.sched_getscheduler(0)
+threading.Thread(target=threading.Event().wait, name="of a module", daemon=True).start()
+
+def model():
+    return mlp(num_layers=2)
+"""
+"""A model's module that notes by which policy it is loaded, and starts a thread."""
+
+IN_PROCESS = """
+import json, os, pickle, sys
+from pathlib import Path
+
+def policies():
+    # Behind the name in brackets, field 41 of proc(5).
+    return [int((task / "stat").read_text().rpartition(")")[2].split()[38]) for task in Path("/proc/self/task").iterdir()]
+
+spare_class, order, identity = pickle.loads(sys.stdin.buffer.read())
+found = {"early": sorted({"torch", "raypipe.actors.actor"} & sys.modules.keys())}
+spare = spare_class("run", "spare process 1 on node0", num_threads=1)
+spare.prepare(order, when_idle=True)
+found["module"] = sys.modules["noting"].policy
+found["before"] = policies()
+spare.take_device(pickle.loads(identity), gpu_share=0.0, node_position=None, gpus="")
+found["behind"] = policies()
+found["device"] = spare.status().device
+print(json.dumps(found))
+"""
 
 
 @pytest.fixture
 def spare(monkeypatch: pytest.MonkeyPatch) -> SpareProcess:
-    """Return a spare process, of which Ray does not know."""
+    """Return a spare process that has loaded what it needs, and of which Ray does not know."""
     for name in (VISIBLE_GPUS, "PYTORCH_NVML_BASED_CUDA_CHECK", "CUDA_DEVICE_MAX_CONNECTIONS", "NCCL_MAX_CTAS", "NCCL_RUNTIME_CONNECT"):
         monkeypatch.setenv(name, "before")  # and put back behind the test
-    monkeypatch.setattr(SpareProcess, "info", lambda actor: SimpleNamespace(on=actor._on))
-    return SpareProcess("run", "spare process 1 on node0", num_threads=torch.get_num_threads())
+    monkeypatch.setattr(StageActor, "info", lambda actor: SimpleNamespace(on=actor._on))
+    spare = SpareProcess("run", "spare process 1 on node0", num_threads=torch.get_num_threads())
+    spare.prepare(order(mlp), when_idle=False)
+    return spare
+
+
+def no_rows(split: str) -> FixedBatch:
+    assert split in {"train", "validation"}
+    return FixedBatch({})
+
+
+def order(model: ModelFunction, batches: BatchFunction = no_rows) -> bytes:
+    """Return an order to build two layers, as it is sent."""
+    return bytes(
+        cloudpickle.dumps(
+            BuildOrder(
+                model=model,
+                batches=batches,
+                cut=Cut(stages=((0,), (1,)), edges=((0, 1),)),
+                weight_rule=WeightRule.FLUSH,
+                optimizer=OptimizerConfig(),
+                num_rows=1,
+                num_updates=1,
+                seed=0,
+            )
+        )
+    )
 
 
 def test_it_sees_no_gpu_until_it_takes_that_of_a_device(spare: SpareProcess) -> None:
@@ -31,4 +103,32 @@ def test_it_sees_no_gpu_until_it_takes_that_of_a_device(spare: SpareProcess) -> 
 def test_it_becomes_the_actor_of_a_cpu_slot(spare: SpareProcess) -> None:
     identity = Identity("run", 2, "node0/2", ())
     info = spare.take_device(identity, gpu_share=0.0, node_position=None, gpus="")
-    assert (info.on, spare.status().device, spare.status().name) == (torch.device("cpu"), 2, "node0/2")  # type: ignore[attr-defined]
+    assert (info.on, spare.actor.status().device, spare.actor.status().name) == (torch.device("cpu"), 2, "node0/2")  # type: ignore[attr-defined]
+
+
+def test_it_takes_no_device_before_its_modules_are_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(VISIBLE_GPUS, "before")
+    monkeypatch.setenv("PYTORCH_NVML_BASED_CUDA_CHECK", "before")
+    spare = SpareProcess("run", "spare process 1 on node0", num_threads=1)
+    with pytest.raises(RunError, match="has not loaded"):
+        spare.take_device(Identity("run", 2, "node0/2", ()), gpu_share=0.0, node_position=None, gpus="")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="threads have a policy of their own on Linux")
+@pytest.mark.skipif(os.getuid() != 0, reason="this user may give no thread a higher priority")
+def test_modules_are_loaded_at_the_lowest_priority_and_no_thread_computes_at_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "noting.py").write_text(MODULE)
+    monkeypatch.syspath_prepend(tmp_path)
+    model = importlib.import_module("noting").model
+    (tmp_path / "text").write_text("a text of some lines\n" * 1000)
+    prepare(tmp_path / "text", output=tmp_path / "tokens.parquet")
+    rows = FileSource(str(tmp_path / "tokens.parquet"), sequence_length=8, seed=0, microbatch_size=1)
+    sent = cloudpickle.dumps((standing_in_for(StageActor), order(model, rows), cloudpickle.dumps(Identity("run", 2, "node0/2", ()))))
+    environment = os.environ | {"PYTHONPATH": str(tmp_path)}
+    ended = subprocess.run([sys.executable, "-c", IN_PROCESS], input=sent, env=environment, capture_output=True, check=True, timeout=60.0)
+    found = json.loads(ended.stdout)
+    assert found["early"] == []
+    assert found["module"] == os.SCHED_IDLE
+    assert found["before"].count(os.SCHED_IDLE) == 1  # the model's own thread: raypipe leaves none, since not every user may change it
+    assert set(found["behind"]) == {os.SCHED_OTHER}
+    assert found["device"] == 2

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import ray
@@ -23,8 +26,18 @@ pytestmark = [pytest.mark.ray, pytest.mark.timeout(180), pytest.mark.filterwarni
 
 @pytest.fixture
 def watched(monkeypatch: pytest.MonkeyPatch) -> Watched:
-    """Return what becomes of spare processes, which are ready before the next window begins."""
+    """Return what becomes of spare processes, which are ready when one is needed."""
     return watch_spares(monkeypatch)
+
+
+@pytest.fixture(scope="module")
+def calm_losses(local_ray: None, tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+    """Return the losses of a run without faults, which wants no spare processes and gets none."""
+    with pytest.MonkeyPatch.context() as patch:
+        watched = watch_spares(patch)
+        losses = trainer(tmp_path_factory.mktemp("calm")).fit().losses
+    assert not watched.started
+    return losses
 
 
 class AtUpdate(Callback):
@@ -46,33 +59,51 @@ def living(run: str = "") -> list[str]:
     return sorted(actor.class_name for actor in found if actor.state not in {"DEAD"} and run in (actor.name or ""))
 
 
-@pytest.mark.parametrize("kind", [FaultKind.KILL, FaultKind.STOP])
-def test_a_spare_process_takes_the_place_and_losses_stay_equal(tmp_path: Path, watched: Watched, kind: FaultKind) -> None:
-    before = living()
-    calm = trainer(tmp_path / "calm").fit()
-    assert not watched.started
-    faults = FaultScript().fail_at(device=1, before="1B2", kind=kind, window=1).fail_at(device=1, before="1B2", kind=kind, window=2)
-    struck, reservations = trainer(tmp_path / "struck", spares=True, faults=faults), []
-    struck.callbacks.append(AtUpdate(9, lambda: reservations.append(living().count("Reservation"))))
-    found = struck.fit()
-    assert found.losses == calm.losses
+def policies(handle: Any) -> set[int]:
+    """Return the scheduling policies of the threads of an actor's process: field 41 of proc(5)."""
+    tasks = Path(f"/proc/{ray.get(handle.info.remote()).pid}/task").iterdir()
+    return {int((task / "stat").read_text().rpartition(")")[2].split()[38]) for task in tasks}
+
+
+def test_spare_processes_take_the_places_and_losses_stay_equal(tmp_path: Path, watched: Watched, calm_losses: list[float]) -> None:
+    before, reservations, computing = living(), [], []
+
+    def look() -> None:
+        reservations.append(living().count("Reservation"))
+        computing.append(policies(watched.started[1]))
+
+    faults = FaultScript()
+    for window, kind in ((1, FaultKind.KILL), (2, FaultKind.STOP)):
+        faults = faults.fail_at(device=1, before="1B2", kind=kind, window=window)
+    struck = trainer(tmp_path, spares=True, faults=faults)
+    struck.callbacks.append(AtUpdate(9, look))
+    assert struck.fit().losses == calm_losses
     assert watched.taken == [[1], [1]]
     assert reservations == [1]  # one device runs in a process of which Ray knows no resources
+    if sys.platform == "linux":
+        assert computing == [{os.SCHED_OTHER}]
     assert living() == before
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
-def test_without_a_spare_process_that_answers_a_new_actor_takes_the_place(tmp_path: Path, watched: Watched, number: signal.Signals) -> None:
-    def strike_spares() -> None:
-        for handle in watched.started:
-            os.kill(ray.get(handle.info.remote()).pid, number)
+def test_without_a_spare_process_that_answers_a_new_actor_takes_the_place(
+    tmp_path: Path, watched: Watched, calm_losses: list[float]
+) -> None:
+    struck_ones: list[Any] = []
 
-    calm = trainer(tmp_path / "calm").fit()
-    struck = trainer(tmp_path / "struck", spares=True, faults=FaultScript().fail_at(device=0, before="0F1", kind=FaultKind.KILL, window=2))
-    struck.callbacks.append(AtUpdate(6, strike_spares))
-    assert struck.fit().losses == calm.losses
-    assert watched.taken == [[]]
-    assert len(watched.started) == 2
+    def strike_spare(number: signal.Signals) -> None:
+        struck_ones.append(watched.started[-1])
+        os.kill(ray.get(struck_ones[-1].info.remote()).pid, number)
+
+    faults = FaultScript()
+    for window, device in ((1, 0), (2, 1)):
+        faults = faults.fail_at(device=device, before=f"{device}F1", kind=FaultKind.KILL, window=window)
+    struck = trainer(tmp_path, spares=True, faults=faults)
+    struck.callbacks.append(AtUpdate(3, partial(strike_spare, signal.SIGKILL)))
+    struck.callbacks.append(AtUpdate(6, partial(strike_spare, signal.SIGSTOP)))
+    assert struck.fit().losses == calm_losses
+    assert watched.taken == [[], []]
+    assert watched.started[:2] == struck_ones
+    assert len(watched.started) == 3
 
 
 def test_spare_processes_end_with_a_run_that_fails(tmp_path: Path, watched: Watched) -> None:
