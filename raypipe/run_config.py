@@ -21,7 +21,8 @@ class FailureConfig:
         copy_share: Largest share of the run's time in which the devices may wait for copies of their state, which a recovery goes on
             from. Where copies after every window would take more, they are rarer.
         spare_processes: Whether a process waits on each node to take the place of a lost one, with Python, torch and the model's modules
-            loaded. It is started behind the first window, reserves nothing, uses no GPU and takes some 300 MB of memory.
+            loaded. It loads beside the first windows, when a processor is idle, reserves nothing, uses no GPU and takes some 300 MB of
+            memory.
     """
 
     max_failures: NonNegativeInt = 3

@@ -31,9 +31,9 @@ def watch_spares(monkeypatch: pytest.MonkeyPatch) -> Watched:
         watched.started += [spare.handle for spare in _waiting(spares) if spare.handle not in watched.started]
 
     def take_when_ready(spares: Spares, slots: Mapping[int, DeviceSlot]) -> dict[int, Any]:
-        waiting = _waiting(spares)
-        if waiting:
-            ray.wait([spare.prepared for spare in waiting], num_returns=len(waiting), timeout=60.0)
+        loading = [spare.prepared for spare in _waiting(spares) if spare.prepared is not None]
+        if loading:
+            ray.wait(loading, num_returns=len(loading), timeout=60.0)
         taken = take(spares, slots)
         watched.taken.append(sorted(taken))
         return taken

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,16 +26,19 @@ _ANSWER_S = 3.0  # for a spare process to take a CPU slot
 _GPU_S = 10.0  # for Ray to give out a GPU that has become free, and for a spare process to take it
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Spare:
     handle: Any
-    prepared: Any
-    """Ray's reference to the answer that says that the process has loaded its modules."""
-    since_s: float
+    prepared: Any = None
+    """Ray's reference to the answer that says that the process has loaded its modules; `None` before it was told to."""
+    since_s: float = 0.0
 
     @property
     def has_answered(self) -> bool:
-        return bool(ray.wait([self.prepared], timeout=0)[0])
+        return self.prepared is not None and bool(ray.wait([self.prepared], timeout=0)[0])
+
+    def prepare(self, order: BuildOrder, *, when_idle: bool) -> None:
+        self.prepared, self.since_s = self.handle.prepare.remote(cloudpickle.dumps(order), when_idle=when_idle), time.monotonic()
 
 
 @dataclass(frozen=True)
@@ -56,8 +59,13 @@ class Spares:
         self._busy: set[str] = set()  # nodes that left no processor time for loading
         self._num_starts = 0
 
+    def start(self, nodes: Iterable[ClusterNode]) -> None:
+        """Start a process on each node, beside the actors of the run, so that windows are not disturbed; it loads nothing yet."""
+        for node in nodes:
+            self._waiting[node.node_id] = [self._start(node)]
+
     def keep(self, wanted: Mapping[ClusterNode, int], order: Callable[[], BuildOrder], *, is_urgent: bool = False) -> None:
-        """Start processes on nodes where fewer than wanted wait; they load what `order` needs beside the windows.
+        """Start processes on nodes where fewer than wanted wait; let all load what `order` needs beside the windows.
 
         Processes that are urgent, or whose node is too busy otherwise, load at the usual priority, the others when a processor is idle.
         """
@@ -65,20 +73,22 @@ class Spares:
         for node, count in wanted.items():
             waiting = self._waiting.setdefault(node.node_id, [])
             while len(waiting) < count:
-                waiting.append(self._start(node, order(), when_idle=not is_urgent and node.node_id not in self._busy))
+                waiting.append(self._start(node))
+            for spare in waiting:
+                if spare.prepared is None:
+                    spare.prepare(order(), when_idle=not is_urgent and node.node_id not in self._busy)
 
-    def _start(self, node: ClusterNode, order: BuildOrder, *, when_idle: bool) -> _Spare:
+    def _start(self, node: ClusterNode) -> _Spare:
         self._num_starts += 1
         run, scaling = self._actors.run, self._actors.scaling
         name = f"spare process {self._num_starts} on {node.name}"
         actor = as_ray_actor(_SPARE_ACTOR).options(name=f"{run}: {name}", num_cpus=0, scheduling_strategy=_on(node.node_id))
-        handle = actor.remote(run, name, num_threads=scaling.threads_per_device)
-        return _Spare(handle, handle.prepare.remote(cloudpickle.dumps(order), when_idle=when_idle), time.monotonic())
+        return _Spare(actor.remote(run, name, num_threads=scaling.threads_per_device))
 
     def _drop_overdue(self) -> None:
         latest_s = time.monotonic() - self._actors.cluster.start_timeout_s
         for node_id, spares in self._waiting.items():
-            overdue = [spare for spare in spares if spare.since_s < latest_s and not spare.has_answered]
+            overdue = [spare for spare in spares if spare.prepared is not None and spare.since_s < latest_s and not spare.has_answered]
             for spare in overdue:
                 ray.kill(spare.handle, no_restart=True)
                 self._busy.add(node_id)

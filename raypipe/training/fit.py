@@ -215,6 +215,7 @@ class Fit:
             find_slots=strategy.find_slots,
             scaling=config.scaling,
             cluster=config.cluster,
+            with_spares=config.failure.spare_processes and config.failure.max_failures > 0,
             notice=self.notice,
         )
         with actors as self.coordinator, self._reading(), self._told_if_interrupted():

@@ -35,9 +35,13 @@ def stage_actors(
     find_slots: Callable[..., list[DeviceSlot]],
     scaling: ScalingConfig,
     cluster: ClusterConfig,
+    with_spares: bool = False,
     notice: Callable[[str], None],
 ) -> Iterator[Coordinator]:
-    """Yield the coordinator of running actors, in the cluster or a local one of `num_slots` slots; end them afterwards."""
+    """Yield the coordinator of running actors, in the cluster or a local one of `num_slots` slots; end them afterwards.
+
+    `with_spares` starts a spare process on each node, too.
+    """
     address = cluster.resolved_address
     notice(f"connecting to the Ray cluster at {address}" if address else "starting Ray")
     with session(cluster, num_devices=num_slots, cpus_per_device=scaling.cpus_per_device) as connected:
@@ -47,6 +51,8 @@ def stage_actors(
         notice(f"starting {counted(len(slots), 'actor')}")
         run = f"{name}-{time.time_ns() // 1_000_000:x}"
         with Coordinator(run=run, slots=slots, stages=stages, scaling=scaling, cluster=cluster) as coordinator:
+            if with_spares:
+                coordinator.spares.start({slot.node for slot in slots})
             coordinator.actors.wait_until_up()
             yield coordinator
 

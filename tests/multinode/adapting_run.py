@@ -18,7 +18,7 @@ import torch
 from raypipe.actors.execution.batches import BatchSource, FixedBatch
 from raypipe.callbacks.base import Callback
 from raypipe.callbacks.events import Run, Window
-from raypipe.config import AdaptationConfig, ClusterConfig, FailureConfig, OptimizerConfig, RunConfig, ScalingConfig, ScheduleConfig
+from raypipe.config import AdaptationConfig, ClusterConfig, OptimizerConfig, RunConfig, ScalingConfig, ScheduleConfig
 from raypipe.training.trainer import Trainer
 
 NUM_ROWS = 1
@@ -107,7 +107,6 @@ def main(topology: str, storage: str, settings: Settings) -> None:
         scaling_config=ScalingConfig(num_devices=settings.num_devices, topology=None if settings.plan else topology),
         cluster_config=ClusterConfig(dashboard=False, log_to_driver=False),
         run_config=RunConfig(name="adapting", storage_path=storage, num_updates=settings.num_updates),
-        failure_config=FailureConfig(spare_processes=False),  # loading one takes a core for seconds
         adaptation_config=AdaptationConfig(enabled=settings.adapts, horizon_updates=100, schedules=tuple(settings.among)),
         plan=settings.plan,
     )

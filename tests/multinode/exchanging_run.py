@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from raypipe.actors.execution.batches import BatchSource, FixedBatch
-from raypipe.config import ClusterConfig, CommunicationConfig, FailureConfig, OptimizerConfig, RunConfig, ScheduleConfig
+from raypipe.config import ClusterConfig, CommunicationConfig, OptimizerConfig, RunConfig, ScheduleConfig
 from raypipe.training.trainer import Trainer
 from tests.multinode.adapting_run import Lines, tell
 
@@ -54,7 +54,6 @@ def main(plan: str, storage: str, num_updates: int, updates_per_window: int, bit
         cluster_config=ClusterConfig(dashboard=False, log_to_driver=False),
         run_config=RunConfig(name="exchanging", storage_path=storage, num_updates=num_updates),
         communication_config=CommunicationConfig(exact=bits == "exact"),
-        failure_config=FailureConfig(spare_processes=False),  # loading one takes a core for seconds
         plan=plan,
     )
     result = trainer.fit()

@@ -349,7 +349,8 @@ class Network:
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
-            start_new_session=True,
+            # No session of its own: Linux compares the priorities of threads within a session only (sched(7), autogroups).
+            process_group=0,
         )
         assert process.stdout is not None
         assert process.stderr is not None

@@ -77,7 +77,7 @@ def test_a_spare_process_of_the_node_takes_the_place_of_a_lost_one_and_none_is_l
     with cluster(nodes=2, cpus_per_node=1) as machines:
         with running(machines, tmp_path, Settings(num_devices=2, waits_for_spares=True)) as run:
             run.until("update", at_least=20)
-            spares = machines.processes(1, "ray::SpareProcess")
+            spares = machines.processes(1, "ray::SpareProcess", within_s=10.0)
             os.kill(stage_process(machines, 1), signal.SIGKILL)
             run.until("notice", words="with new actors on node1/0")
             run.go_on()

@@ -74,5 +74,6 @@ def runs_take_their_actors_from(pool: ActorPool) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("raypipe.cluster.stage_actors.launch_stage_actors", pool.launch)
         patch.setattr("raypipe.cluster.coordinator.StageActors", pooled)
+        patch.setattr("raypipe.cluster.spares.Spares.start", lambda *_: None)
         patch.setattr("raypipe.cluster.spares.Spares.keep", lambda *_, **__: None)
         yield
