@@ -225,7 +225,7 @@ class CollectiveOrder:
 
     def _reductions(self) -> None:
         handed = [(op, place) for op, place in self.schedule.places.items() if op.kind in NOT_COMPUTED]
-        next_use = self._next_use() if handed else None
+        next_use = self._next_use() if any(op.kind is OpKind.PUBLISH for op, _ in handed) else None
         for op, place in handed:
             kind = CollectiveKind.GRADIENTS if op.kind is OpKind.REDUCE else CollectiveKind.WEIGHTS
             members = self._members(replica.worker for replica in self.schedule.replicas[op.stage])

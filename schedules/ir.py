@@ -203,6 +203,12 @@ class StageGraph:
         return needs
 
     @cached_property
+    def needs_of_others(self) -> dict[tuple[OpKind, int], tuple[tuple[OpKind, int], ...]]:
+        """Those of `needs` that are of other stages, where there are any."""
+        others = {(kind, stage): tuple(need for need in needs if need[1] != stage) for (kind, stage), needs in self.needs.items()}
+        return {key: needs for key, needs in others.items() if needs}
+
+    @cached_property
     def tie_of(self) -> dict[int, int]:
         """For each stage that shares a weight, the number of its tie."""
         return {stage: number for number, tie in enumerate(self.ties) for stage in tie}
@@ -389,8 +395,8 @@ def takers(graph: StageGraph, op: Op) -> tuple[int, ...]:
 
 def inputs(schedule: Schedule, op: Op) -> list[Op]:
     """Return the Ops of neighboring stages whose tensors an Op takes."""
-    needs = schedule.graph.needs.get((op.kind, op.stage), ())
-    return [found for kind, stage in needs if stage != op.stage for found in _at(schedule, op, kind, stage)]
+    needs = schedule.graph.needs_of_others.get((op.kind, op.stage), ())
+    return [found for kind, stage in needs for found in _at(schedule, op, kind, stage)] if needs else []
 
 
 def outputs(schedule: Schedule, op: Op, stage: int) -> list[Op]:

@@ -251,6 +251,8 @@ class _Route:
 class _Lowering:
     def __init__(self, schedule: Schedule, placement: Placement) -> None:
         self.schedule = schedule
+        self.slots = [list(map(ops_of, program)) for program in schedule.programs]
+        """By worker, the Ops of each slot: all devices of a worker share them."""
         self.rows = [dict(placement.rows(worker)) for worker in range(schedule.num_workers)]
         self.collectives = CollectiveOrder(schedule, [[device for device, _ in members] for members in placement.workers])
         self._num_parts: dict[tuple[int, int, OpKind], int] = {}
@@ -323,12 +325,13 @@ class _Lowering:
                     yield _Route(peer, stage, rows, channel, ends)
 
     def _send(self, worker: int, device: int) -> None:
-        for slot in self.schedule.programs[worker]:
-            for op in ops_of(slot):
+        for ops in self.slots[worker]:
+            for op in ops:
+                kind, stage, index, pipeline, part = op
                 for route in self._routes_of(op, device):
-                    direction = Direction.ACTIVATION if op.kind is OpKind.FORWARD else Direction.GRADIENT
+                    direction = Direction.ACTIVATION if kind is OpKind.FORWARD else Direction.GRADIENT
                     for rows in route.rows:
-                        route.channel.append(Message(direction, op.stage, route.target, op.index, op.pipeline, op.part, rows))
+                        route.channel.append(_new_message(Message, (direction, stage, route.target, index, pipeline, part, rows)))
                     route.ends[op] = len(route.channel)
 
     def _items(self, worker: int, device: int) -> list[Item]:
@@ -339,8 +342,8 @@ class _Lowering:
         # Few versions and rows differ: one object for all that are equal spares the garbage collector a third of its work.
         equal: dict[tuple[Any, ...], tuple[Any, ...]] = {}
         items: list[Item] = []
-        for slot in schedule.programs[worker]:
-            ops = ops_of(slot)
+        for slot in self.slots[worker]:
+            ops = slot
             for op in ops:
                 self._receive(op, device, received, items)
             meets = not concerned.isdisjoint(ops)
@@ -357,7 +360,7 @@ class _Lowering:
                     for position in range(end - len(route.rows), end):
                         items.append(Send(route.channel[position], route.peer))
             if meets:
-                items += collectives.behind(ops_of(slot))
+                items += collectives.behind(slot)
         return items + collectives.at_end.get(worker, [])
 
     def _receive(self, op: Op, device: int, received: Counter[int], items: list[Item]) -> None:
@@ -386,5 +389,7 @@ def _joined(ranges: Iterable[Rows]) -> Iterator[Rows]:
         yield first, end
 
 
+_new_message = tuple.__new__
+"""Makes a `Message` without the call that looks at default values."""
 _GRADIENT_KINDS = (OpKind.BACKWARD, OpKind.INPUT_GRADIENT)
 _LEAST_SHARE = 1e-9  # less is rounding, no row

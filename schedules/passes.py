@@ -142,6 +142,9 @@ def late_updates(schedule: Schedule, slots: int | None = None) -> Schedule:
             if isinstance(slot, Op) and slot.kind is OpKind.UPDATE:
                 waiting[slot] = slots
                 continue
+            if not waiting:
+                found.append(slot)
+                continue
             read = {(op.stage, rule.fixed_version(schedule.update(op))) for op in ops_of(slot) if not op.kind.per_update}
             ended = {schedule.update(op) for op in ops_of(slot) if op.stage in in_turn and _is_last_gradient(schedule, op, worker)}
             due = [

@@ -30,17 +30,17 @@ def add_reductions(schedule: Schedule, *, replicated_workers: Collection[int] = 
     joint, copied = _joint_stages(schedule), len(schedule.pipelines) > 1
     first: dict[tuple[int, int], int] = {}
     latest: dict[tuple[int, int, int], int] = {}
-    behind: dict[tuple[int, int, int], int] = {}
+    behind: dict[tuple[int, int, int], int] = {}  # By worker, the first of stages that wait for each other, and update.
     for op, place in schedule.places.items():
         if op.kind is OpKind.UPDATE or op.kind is OpKind.PUBLISH:
             first.setdefault((place.worker, op.index), place.position)
             for stage in joint[op.stage]:
                 latest.setdefault((place.worker, stage, op.index), place.position)
         # What joins the stages of one update comes before the sums of the next. Of copies on several workers these may be delayed.
-        if op.kind is OpKind.UPDATE or op.kind is OpKind.PUBLISH if copied else op.kind.writes_gradient:
-            for stage in joint[op.stage] if len(joint[op.stage]) > 1 else ():
-                at = place.worker, stage, schedule.update(op) + 1
-                behind[at] = max(behind.get(at, 0), place.position + 1)
+        is_last = (op.kind is OpKind.UPDATE or op.kind is OpKind.PUBLISH) if copied else op.kind.writes_gradient
+        if is_last and len(joint[op.stage]) > 1:
+            at = place.worker, joint[op.stage][0], schedule.update(op) + 1
+            behind[at] = max(behind.get(at, 0), place.position + 1)
     added: list[list[tuple[int, Op]]] = [[] for _ in schedule.programs]
     for replica, pipeline in schedule.first_pipeline.items():
         if len(schedule.replicas[replica.stage]) == 1 and replica.worker not in replicated_workers:
@@ -48,9 +48,9 @@ def add_reductions(schedule: Schedule, *, replicated_workers: Collection[int] = 
         for update in range(schedule.num_updates):
             position = first.get((replica.worker, update))
             if gradients := schedule.gradient_ops(replica, update):
-                at = replica.worker, replica.stage, update
                 position = schedule.places[gradients[-1]].position + 1
-                position = max(position, min(behind.get(at, 0), latest.get(at, position)))
+                ended = behind.get((replica.worker, joint[replica.stage][0], update), 0)
+                position = max(position, min(ended, latest.get((replica.worker, replica.stage, update), position)))
             if position is not None:
                 added[replica.worker].append((position, Op(OpKind.REDUCE, replica.stage, update, pipeline)))
     if not any(added):

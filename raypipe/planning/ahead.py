@@ -78,7 +78,7 @@ def _slow_hops(evaluation: Evaluation) -> list[int]:
     """
     layout, timing = evaluation.layout, evaluation.timing
     worker_of = [worker for worker, group in enumerate(layout.workers) for _ in group]
-    if len(timing.order.programs) == len(layout.workers):
+    if len(timing.order.devices) == len(layout.workers):
         worker_of = list(range(len(layout.workers)))  # Workers are simulated as one device each.
     exposed_s = [0.0] * max(len(layout.workers) - 1, 0)
     for of_program in timing.waits:

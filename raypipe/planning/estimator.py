@@ -81,6 +81,7 @@ class Estimator:
     problem: Problem
     _channels: dict[tuple[Devices, Devices], Channel] = field(default_factory=dict, repr=False)
     _vectors: dict[tuple[int, int], float] = field(default_factory=dict, repr=False)
+    _missing: dict[tuple[Devices, int, int, int, bool], float] = field(default_factory=dict, repr=False)
     _stages: dict[tuple[Devices, int, int], StageSeconds] = field(default_factory=dict, repr=False)
 
     @cached_property
@@ -214,10 +215,16 @@ class Estimator:
         return min(self.problem.memory_bytes) < math.inf
 
     def _missing_bytes(self, layout: Layout, stage: int, *, recomputed: bool) -> float:
+        held = layout.in_flight(stage, self.problem.num_microbatches)
+        key = (layout.workers[stage], layout.cuts[stage], layout.cuts[stage + 1], held, recomputed)
+        missing = self._missing.get(key)
+        if missing is None:
+            missing = self._missing[key] = self._missing_on(*key)
+        return missing
+
+    def _missing_on(self, group: Devices, first: int, end: int, held: int, recomputed: bool) -> float:
         problem, most = self.problem, 0.0
-        group, first, end = layout.workers[stage], layout.cuts[stage], layout.cuts[stage + 1]
         standing = problem.standing_prefix[end] - problem.standing_prefix[first]
-        held = layout.in_flight(stage, problem.num_microbatches)
         saved = problem.saved_prefix[end] - problem.saved_prefix[first]
         kept = min(problem.crossing_bytes[first], saved) if recomputed else saved
         # The last microbatch also needs working memory for a moment.

@@ -70,7 +70,7 @@ class Evaluation:
     def devices_per_program(self) -> list[int]:
         """How many devices each simulated program stands for: all of a worker's where workers were simulated as one device."""
         sizes = list(map(len, self.layout.workers))
-        return sizes if len(self.timing.order.programs) == len(sizes) else [1] * sum(sizes)
+        return sizes if len(self.timing.order.devices) == len(sizes) else [1] * sum(sizes)
 
     @property
     def peak_memory_bytes(self) -> tuple[int, ...]:

@@ -94,6 +94,7 @@ class LayoutSearch:
     others: Sequence[Layout] = ()
     moves: Moves = field(init=False, repr=False)
     _estimates: dict[Layout, float] = field(default_factory=dict, repr=False)
+    _splits: dict[Layout, float] = field(default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
         self.moves = Moves(self.evaluator.problem, self.schedules, self.estimate_s)
@@ -176,8 +177,11 @@ class LayoutSearch:
 
     def split_s(self, layout: Layout) -> float:
         """Return a rank among layouts for orders with split backwards: these fill and drain in less time."""
-        busy_s = self.evaluator.problem.num_microbatches * max(self.evaluator.estimator.busy_s(layout))
-        return busy_s + (self.estimate_s(layout) - busy_s) * _SPLIT_RAMP
+        rank = self._splits.get(layout)
+        if rank is None:
+            busy_s = self.evaluator.problem.num_microbatches * max(self.evaluator.estimator.busy_s(layout))
+            rank = self._splits[layout] = busy_s + (self.estimate_s(layout) - busy_s) * _SPLIT_RAMP
+        return rank
 
     def best_layouts(self, count: int) -> list[Layout]:
         """Return the layouts with the best estimates that differ in their workers."""

@@ -9,6 +9,7 @@ from functools import partial
 from itertools import pairwise
 
 from raypipe.errors import NoLinkError, NoPlanYetError, PlanError, UnknownNameError
+from raypipe.planning.collection import young_garbage_alone
 from raypipe.planning.evaluator import Evaluation, LayoutEvaluator, OnEvaluated, better, ignore
 from raypipe.planning.extrapolation import evaluator_of
 from raypipe.planning.lack import lack_words
@@ -46,7 +47,8 @@ def solve(
         spec(schedule)
     problem = evaluator.problem
     _check_possible(problem)
-    best = _best_on_any_list(partial(_best, by_name[name], schedule, budget or SearchBudget.usual(problem)), evaluator)
+    with young_garbage_alone():
+        best = _best_on_any_list(partial(_best, by_name[name], schedule, budget or SearchBudget.usual(problem)), evaluator)
     best = better(known, best)
     if evaluator.stopped and (best is None or best.missing_bytes):
         raise NoPlanYetError("planning was stopped before it found a plan that fits; allow it more time")

@@ -33,11 +33,11 @@ class SlotClass(NamedTuple):
 class CompiledOrder:
     """Lowered programs of a valid schedule, to be timed with many costs.
 
-    The n-th Recv of a channel waits for its n-th Send.
+    The n-th Recv of a channel waits for its n-th Send. The items themselves are not kept: planners keep many orders.
     """
 
     def __init__(self, programs: Sequence[DeviceProgram]) -> None:
-        self.programs = tuple(programs)
+        self.devices = tuple(program.device for program in programs)
         self.kinds: list[bytearray] = []
         self.numbers: list[list[int]] = []
         """By program and item: the class of a Compute or of its next piece, the number of a message or of a collective."""

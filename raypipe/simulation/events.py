@@ -55,7 +55,7 @@ class EventLoop:
         self.order = order
         self.cost = cost
         self.blocking = cost.transfers_block
-        num_programs = len(order.programs)
+        num_programs = len(order.devices)
         self.starts: list[list[float]] = [[] for _ in range(num_programs)]
         self.ends: list[list[float]] = [[] for _ in range(num_programs)]
         self.waits: list[list[tuple[int, int, float, float]]] = [[] for _ in range(num_programs)]
@@ -64,7 +64,7 @@ class EventLoop:
         self.durations_s = [_duration_s(cost, of_class) for of_class in order.classes]
         self.transfers = [_Transfer(cost, source, target, message) for source, target, message in order.transfers]
         self.free_s: dict[str, float] = {}
-        program_of = {program.device: at for at, program in enumerate(order.programs)}
+        program_of = {device: at for at, device in enumerate(order.devices)}
         self.groups = [_SharedCores(shared) for shared in cost.shared_compute]
         self.group_of = {program_of[device]: group for group in self.groups for device in group.shared.devices if device in program_of}
         self.heads = [0] * num_programs
@@ -117,7 +117,8 @@ class EventLoop:
                 self._take_part(program, now_s)
                 continue
             self._proceed(program, now_s)
-        stuck = [program.device for program, head in zip(self.order.programs, self.heads, strict=True) if head < len(program.items)]
+        ended = map(len, self.order.kinds)
+        stuck = [device for device, head, end in zip(self.order.devices, self.heads, ended, strict=True) if head < end]
         assert not stuck, f"devices {stuck} wait for ever; validate the schedule before it is lowered"
 
     def _proceed(self, program: int, now_s: float) -> None:  # noqa: PLR0912, PLR0915  # one loop: a call an item would double its time

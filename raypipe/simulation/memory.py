@@ -62,13 +62,13 @@ def memory_curves(
 ) -> tuple[MemoryCurve, ...]:
     """Return the bytes that each device holds over time."""
     curves: list[MemoryCurve] = [((0.0, standing_bytes(cost, device)),) for device in range(len(cost.devices))]
-    for number, program in enumerate(order.programs):
-        curves[program.device] = tuple(_curve(order, cost, number, starts[number], ends[number]))
+    for number, device in enumerate(order.devices):
+        curves[device] = tuple(_curve(order, cost, number, starts[number], ends[number]))
     return tuple(curves)
 
 
 def _curve(order: CompiledOrder, cost: Cost, program: int, starts: Sequence[float], ends: Sequence[float]) -> list[tuple[float, int]]:
-    device = order.programs[program].device
+    device = order.devices[program]
     slot_bytes = {number: _slot_bytes(cost, device, slot) for number, (owner, slot, _) in enumerate(order.classes) if owner == device}
     gradients = _GradientBytes(cost, device, order.microbatches_per_update)
     held = standing_bytes(cost, device)

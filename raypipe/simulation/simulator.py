@@ -85,8 +85,7 @@ class Timing:
         spans: list[Span] = []
         order, make, ops_of = self.order, Span._make, attrgetter("ops")
         num_bytes = [self.cost.message_bytes(message) for _, _, message in order.transfers]
-        for program, slots, starts, ends, waits in zip(order.programs, order.computes, self.starts, self.ends, self.waits, strict=True):
-            device = program.device
+        for device, slots, starts, ends, waits in zip(order.devices, order.computes, self.starts, self.ends, self.waits, strict=True):
             spans += map(make, zip(repeat(device), repeat(SpanKind.COMPUTE), map(ops_of, slots), starts, ends, repeat(0), repeat(None)))
             for message, collective, start, end in waits:
                 if message >= 0:

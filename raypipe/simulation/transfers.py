@@ -117,7 +117,6 @@ class OrderTransfers:
         `free_s` says when messages that left while no flow was under way leave each link.
         """
         sums: dict[int, _Sum] = {}
-        device_of = [program.device for program in order.programs]
         for number, collective in enumerate(order.collectives):
             if cost.takes_latency_alone(collective) or not cost.collective_bytes(collective):
                 continue
@@ -126,7 +125,7 @@ class OrderTransfers:
                 sums[number] = total
         for (program, number), position in order.deadlines.items() if sums else ():
             if number in sums:
-                sums[number].deadlines[device_of[program]] = position
+                sums[number].deadlines[order.devices[program]] = position
         return cls(order, cost, sums, push, free_s) if sums else None
 
     @property
@@ -151,7 +150,7 @@ class OrderTransfers:
         total = self._sums.get(number)
         if total is None:
             return False
-        total.started.add(self.order.programs[program].device)
+        total.started.add(self.order.devices[program])
         self._go_on(number, total, now_s, on_end)
         return True
 

@@ -51,7 +51,7 @@ def test_devices_that_do_the_same_take_as_long_as_one(order: str) -> None:
     assert whole is not None
     assert merged is not None
     assert merged.update_s == pytest.approx(whole.update_s, rel=1e-3)
-    assert len(merged.timing.order.programs) == 2
+    assert len(merged.timing.order.devices) == 2
 
 
 # 1F1B waits for every message, and devices whose rows come first go on earlier than their mean.
