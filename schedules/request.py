@@ -50,6 +50,7 @@ class ScheduleRequest:
         times: times of each stage, or one entry for all stages, for schedules that are searched; empty means F = I = W = 1.
         latency_s: seconds that every dependency between devices adds, for schedules that are searched.
         hops_s: seconds that each hop from a worker to the next adds to them, both ways, for `zb-auto`; empty for none.
+        queues_s: seconds for which a message keeps the next one of its direction from each hop, for `zb-auto`; empty for none.
         sums_s: seconds that the sum of each stage's gradients takes behind its last weight gradient, for `zb-auto`; empty for none.
         max_in_flight: largest number of stage activations per worker, for `list` and schedules that are searched; `None` selects
             the schedule's own limit.
@@ -70,6 +71,7 @@ class ScheduleRequest:
     times: tuple[StageTimes, ...] = ()
     latency_s: float = 0.0
     hops_s: tuple[float, ...] = ()
+    queues_s: tuple[float, ...] = ()
     sums_s: tuple[float, ...] = ()
     max_in_flight: float | None = None
     max_mean_staleness: float | None = None

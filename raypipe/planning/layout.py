@@ -44,6 +44,7 @@ class Layout:
             empty for none.
         times: Times of the stages by which the order is searched for, where it is (`zb-auto`); empty for equal ones.
         hops_s: Seconds of a message of each hop, for the same search.
+        queues_s: Seconds for which such a message keeps the next one from its hop, for the same search.
         sums_s: Seconds of each stage's sum behind its last backward, for the same search.
     """
 
@@ -59,6 +60,7 @@ class Layout:
     ahead: tuple[int, ...] = ()
     times: tuple[StageTimes, ...] = ()
     hops_s: tuple[float, ...] = ()
+    queues_s: tuple[float, ...] = ()
     sums_s: tuple[float, ...] = ()
 
     @property

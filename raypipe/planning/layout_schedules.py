@@ -61,6 +61,7 @@ def layout_schedule(problem: Problem, layout: Layout, *, num_updates: int) -> Sc
         update_scope=problem.update_scope,
         times=layout.times,
         hops_s=layout.hops_s,
+        queues_s=layout.queues_s,
         sums_s=layout.sums_s,
     )
     schedule = build(layout.order, request)
@@ -170,7 +171,7 @@ class ScheduleCache:
 
     def _key(self, problem: Problem, layout: Layout) -> object:
         order = (layout.order, layout.max_in_flight, layout.num_pipelines, layout.ahead, layout.late)
-        names = (*order, layout.times, layout.hops_s, layout.sums_s, layout.num_stages, layout.recomputed)
+        names = (*order, layout.times, layout.hops_s, layout.queues_s, layout.sums_s, layout.num_stages, layout.recomputed)
         return (*names, layout.branches or layout.cut(problem).graph, self._shares(problem, layout))
 
     def _shares(self, problem: Problem, layout: Layout) -> object:

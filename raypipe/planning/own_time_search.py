@@ -99,7 +99,7 @@ class OwnTimeSearch:
 
     def _times(self, layout: Layout) -> object:
         own = own_times.timed(self.evaluator, layout)
-        return own.cuts, tuple(map(len, own.workers)), own.times, own.hops_s, own.sums_s
+        return own.cuts, tuple(map(len, own.workers)), own.times, own.hops_s, own.queues_s, own.sums_s
 
     def _plain(self, layout: Layout) -> Layout:
         return Layout(layout.cuts, layout.workers, ORDER)

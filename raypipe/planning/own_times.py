@@ -52,10 +52,12 @@ def timed(evaluator: LayoutEvaluator, layout: Layout) -> Layout:
     )
     num_bytes = crossing_bytes(problem.profile, cut)
     hops_s: list[float] = []
+    queues_s: list[float] = []
     for stage, (one, other) in enumerate(itertools.pairwise(layout.workers)):
         channels = evaluator.estimator.channel(one, other), evaluator.estimator.channel(other, one)
         scaled = problem.scale * num_bytes.get((stage, stage + 1), 0.0)
         hops_s.append(max(channel.latency_s + channel.s_per_byte * scaled for channel in channels))
+        queues_s.append(max(channel.s_per_byte * scaled for channel in channels))
     sums_s: tuple[float, ...] = ()
     if layout.has_copies and layout.has_estimate:
         summed = (float(problem.summed_prefix[end] - problem.summed_prefix[first]) for first, end in itertools.pairwise(layout.cuts))
@@ -64,4 +66,4 @@ def timed(evaluator: LayoutEvaluator, layout: Layout) -> Layout:
         sums_s = tuple(
             problem.late_sums.late_of(first, end, sum_s, of_stage.weight_grad_s) if sum_s else 0.0 for (first, end), sum_s, of_stage in ends
         )
-    return replace(layout, order=ORDERS[0], times=times, hops_s=tuple(hops_s), sums_s=sums_s, ahead=())
+    return replace(layout, order=ORDERS[0], times=times, hops_s=tuple(hops_s), queues_s=tuple(queues_s), sums_s=sums_s, ahead=())

@@ -1,8 +1,9 @@
 """ZB-auto: an order searched for, by stage times and a limit on memory (Qi et al., ICLR 2024, arXiv 2401.10241, section 3).
 
-The search knows `ScheduleRequest.times`, the seconds between devices (`latency_s` and `hops_s`), those of the sums behind a stage's
-last W (`sums_s`) and the most activations a device may hold (`max_in_flight`; 2D by default: ZB-2p of the paper; D: ZB-1p). Letters
-as in `zero_bubble`. Four devices with room for 5 activations each, updates by stage, F = I = W:
+The search knows `ScheduleRequest.times`, the seconds between devices (`latency_s` and `hops_s`), those for which a message keeps the next
+one from its hop (`queues_s`), those of the sums behind a stage's last W (`sums_s`) and the most activations a device may hold
+(`max_in_flight`; 2D by default: ZB-2p of the paper; D: ZB-1p). Letters as in `zero_bubble`. Four devices with room for 5 activations each,
+updates by stage, F = I = W:
 
     worker 0   F0 F1 F2 F3 F4 .  .  I0 W0 F5 I1 W1 I2 I3 W2 W3 I4 W4 I5 W5 .
     worker 1   .  F0 F1 F2 F3 .  I0 F4 I1 W0 F5 I2 I3 W1 W2 I4 W3 I5 W4 W5 .
@@ -10,7 +11,7 @@ as in `zero_bubble`. Four devices with room for 5 activations each, updates by s
     worker 3   .  .  .  F0 I0 F1 I1 F2 I2 F3 I3 F4 I4 W0 F5 I5 W1 W2 W3 W4 W5
 
 1. Twelve greedy drafts: a worker runs the I or F that has arrived, else a W, else it waits. The paper's may wait instead of
-   running a W too long for its gap; here step 3 moves that W.
+   running a W too long for its gap; here step 3 moves that W, and where messages queue, twelve more drafts wait.
 2. 1F1B, ZB-H1 and ZB-H2 where they keep the limit, so that the result is never worse; of the first two also orders in which forwards
    run ahead to hide messages.
 3. The best three, improved along their longest path: two neighbours swap, or a W moves to another gap or the end.
@@ -30,7 +31,7 @@ import heapq
 import itertools
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from operator import add
 
@@ -38,11 +39,10 @@ from raypipe.errors import ScheduleError
 from raypipe.schedules.builders import synchronous
 from raypipe.schedules.families.one_f_one_b import one_f_one_b
 from raypipe.schedules.families.zero_bubble import zb_h1, zb_h2
-from raypipe.schedules.ir import Op, OpKind, Schedule, StageGraph, UpdateScope
+from raypipe.schedules.ir import Op, OpKind, Schedule, UpdateScope
 from raypipe.schedules.passes import forwards_ahead
 from raypipe.schedules.request import ScheduleRequest, StageTimes
 from raypipe.schedules.spec import ScheduleSpec
-from raypipe.schedules.steps import StepRun, run_steps
 
 _F, _I, _W = _KINDS = OpKind.FORWARD, OpKind.INPUT_GRADIENT, OpKind.WEIGHT_GRADIENT
 
@@ -55,6 +55,7 @@ class _Task:
     num_microbatches: int
     times: tuple[StageTimes, ...]
     hops_s: tuple[float, ...]
+    queues_s: tuple[float, ...]
     sums_s: tuple[float, ...]
     max_in_flight: float
     weight_grad_share: float
@@ -70,26 +71,10 @@ class _Task:
             head_s += times.forward_s + sum(self.hops_s[worker : worker + 1])
         return longest_s
 
-    def first_step(self, worker: int, kind: OpKind) -> int:
-        """Return the number of the first microbatch's step."""
-        return (worker * len(_KINDS) + _KINDS.index(kind)) * self.num_microbatches
-
     @cached_property
-    def step_seconds(self) -> list[float]:
-        """The seconds of each step."""
-        return [_seconds(times)[kind] for times in self.times for kind in _KINDS for _ in range(self.num_microbatches)]
-
-    @cached_property
-    def step_needs(self) -> list[list[tuple[int, float]]]:
-        """The steps of other workers that each step needs, with the latency; `_fits` sees to those of its own worker."""
-        needs = StageGraph.chain(len(self.times)).needs
-        return [
-            [(self.first_step(*other) + microbatch, self.hops_s[min(other[0], stage)]) for other in others]
-            for stage in range(len(self.times))
-            for kind in _KINDS
-            for others in [[(at, needed) for needed, at in needs[kind, stage] if at != stage]]
-            for microbatch in range(self.num_microbatches)
-        ]
+    def seconds(self) -> list[dict[OpKind, float]]:
+        """The seconds of each worker's Ops."""
+        return list(map(_seconds, self.times))
 
 
 def zb_auto(request: ScheduleRequest) -> Schedule:
@@ -121,15 +106,17 @@ def _task(request: ScheduleRequest) -> _Task:
         raise ScheduleError(
             f"zb-auto has {request.num_devices} stages, got times of {len(request.times)}; use those of each, or one for all"
         )
-    if len(request.hops_s) not in {0, request.num_devices - 1} or len(request.sums_s) not in {0, request.num_devices}:
+    hops = {0, request.num_devices - 1}
+    if len(request.hops_s) not in hops or len(request.queues_s) not in hops or len(request.sums_s) not in {0, request.num_devices}:
         raise ScheduleError(
-            f"zb-auto has {request.num_devices} stages, got seconds of {len(request.hops_s)} hops and {len(request.sums_s)} sums; "
-            "use those of each hop and each stage, or none"
+            f"zb-auto has {request.num_devices} stages, got seconds of {len(request.hops_s)} hops, {len(request.queues_s)} queues and "
+            f"{len(request.sums_s)} sums; use those of each hop and each stage, or none"
         )
     return _Task(
         num_microbatches=request.num_microbatches,
         times=request.times if len(request.times) == request.num_devices else (request.times or _EQUAL) * request.num_devices,
         hops_s=tuple(request.latency_s + hop_s for hop_s in request.hops_s or (0.0,) * (request.num_devices - 1)),
+        queues_s=request.queues_s or (0.0,) * (request.num_devices - 1),
         sums_s=request.sums_s or (0.0,) * request.num_devices,
         max_in_flight=_limit(request),
         weight_grad_share=share,
@@ -139,14 +126,15 @@ def _task(request: ScheduleRequest) -> _Task:
 
 @lru_cache(maxsize=256)  # windows of different lengths repeat one order
 def _search(task: _Task) -> Order:
-    manners = itertools.starmap(_Manner, itertools.product((0.5, 0.75, 1.0), (False, True), (True, False)))
+    patience = (False, True) if any(task.queues_s) else (False,)
+    manners = itertools.starmap(_Manner, itertools.product((0.5, 0.75, 1.0), (False, True), (True, False), patience))
     orders = dict.fromkeys([*_handcrafted(task), *(_Draft(task, manner).order() for manner in manners)])
-    best = heapq.nsmallest(_NUM_POLISHED, orders, key=lambda order: _score(task, _timed(task, order)))
+    best = heapq.nsmallest(_NUM_POLISHED, orders, key=lambda order: _score(task, _Timing(task, order)))
     return min([*(_polished(task, order) for order in best), *orders], key=lambda order: _preference(task, order))
 
 
 def _preference(task: _Task, order: Order) -> tuple[float, float, float]:
-    first, second = _score(task, _timed(task, order))
+    first, second = _score(task, _Timing(task, order))
     return first, max(_most_held(task, kinds) for kinds in order), second
 
 
@@ -212,27 +200,97 @@ def _seconds(times: StageTimes) -> dict[OpKind, float]:
     return {_F: times.forward_s, _I: times.input_grad_s, _W: times.weight_grad_s}
 
 
-def _timed(task: _Task, order: Order) -> StepRun[int] | None:
-    """Return the times if each worker starts as soon as it can; `None` if the order hangs."""
-    run = run_steps(_numbered(task, order), seconds=task.step_seconds.__getitem__, needs=task.step_needs.__getitem__)
-    return None if run.stuck else run
+_Place = tuple[int, int]
+"""A worker, and the position of an Op in its program."""
 
 
-def _numbered(task: _Task, order: Order) -> list[list[int]]:
-    """Return the steps of an order by number: the Ops of each worker, kind and microbatch in turn."""
-    rows: list[list[int]] = []
-    for worker, kinds in enumerate(order):
-        following = {kind: task.first_step(worker, kind) - 1 for kind in _KINDS}
-        row: list[int] = []
-        for kind in kinds:
-            following[kind] += 1
-            row.append(following[kind])
-        rows.append(row)
-    return rows
+@dataclass(slots=True)
+class _Hop:
+    """The messages of one kind from a worker to the next or the one before, which leave one behind the other."""
+
+    hop_s: float
+    queue_s: float
+    free_s: float = 0.0
+    cause: _Place = (0, 0)
+    arrivals: list[tuple[float, _Place]] = field(default_factory=list)
+    """When each message arrives, and the Op that this depends on: its own, or that of an earlier message behind which it waits."""
+    num_taken: int = 0
+
+    def send(self, end_s: float, place: _Place) -> None:
+        if end_s < self.free_s:
+            end_s = self.free_s
+        else:
+            self.cause = place
+        self.free_s = end_s + self.queue_s
+        self.arrivals.append((end_s + self.hop_s, self.cause))
 
 
-def _score(task: _Task, timing: StepRun[int] | None) -> tuple[float, float]:
-    if timing is None:
+def _hops(task: _Task) -> list[_Hop | None]:
+    """Return the hops of one direction by the worker behind each; the first worker has none before it, the last one none behind it."""
+    return [None, *itertools.starmap(_Hop, zip(task.hops_s, task.queues_s, strict=True)), None]
+
+
+class _Timing:
+    """When each Op starts if each worker starts as soon as it can; `_fits` sees to what an Op needs of its own worker."""
+
+    def __init__(self, task: _Task, order: Order) -> None:
+        self.task = task
+        self.order = order
+        self.starts_s: list[list[float]] = [[] for _ in order]
+        self.ends_s = [0.0] * len(order)
+        self.causes: list[list[_Place | None]] = [[] for _ in order]
+        """For each Op, the one that it waited for last: that before it, or one of another worker."""
+        self._forth, self._back = _hops(task), _hops(task)
+        self._awaits: list[OpKind | None] = [None] * len(order)
+        self._ready = list(range(len(order)))
+        while self._ready:
+            self._run(self._ready.pop())
+
+    @property
+    def hangs(self) -> bool:
+        """Whether some worker waits for ever."""
+        return any(self._awaits)
+
+    @property
+    def spans_s(self) -> list[float]:
+        """The seconds of each worker from its first start to its last end."""
+        return [end_s - starts_s[0] for starts_s, end_s in zip(self.starts_s, self.ends_s, strict=True)]
+
+    def _run(self, worker: int) -> None:
+        kinds, starts_s, causes, seconds = self.order[worker], self.starts_s[worker], self.causes[worker], self.task.seconds[worker]
+        forth, back = self._forth, self._back
+        hops: dict[OpKind, tuple[_Hop | None, _Hop | None, int]] = {  # From where messages come, where to, and whom they may wake.
+            _F: (forth[worker], forth[worker + 1], worker + 1),
+            _I: (back[worker + 1], back[worker], worker - 1),
+            _W: (None, None, worker),
+        }
+        awaits = self._awaits
+        at_s, cause = self.ends_s[worker], (worker, len(starts_s) - 1) if starts_s else None
+        for position in range(len(starts_s), len(kinds)):
+            kind = kinds[position]
+            source, target, other = hops[kind]
+            if source is not None:
+                if source.num_taken == len(source.arrivals):
+                    awaits[worker] = kind
+                    break
+                arrival_s, place = source.arrivals[source.num_taken]
+                source.num_taken += 1
+                if arrival_s > at_s:
+                    at_s, cause = arrival_s, place
+            starts_s.append(at_s)
+            causes.append(cause)
+            at_s += seconds[kind]
+            cause = worker, position
+            if target is not None:
+                target.send(at_s, cause)
+                if awaits[other] is kind:
+                    awaits[other] = None
+                    self._ready.append(other)
+        self.ends_s[worker] = at_s
+
+
+def _score(task: _Task, timing: _Timing) -> tuple[float, float]:
+    if timing.hangs:
         return math.inf, math.inf
     longest_s = max(map(add, timing.spans_s, task.sums_s)), max(map(add, timing.ends_s, task.sums_s))
     figures = [float(f"{seconds:.10g}") for seconds in longest_s]  # rounded: sums of seconds compare
@@ -247,6 +305,7 @@ class _Manner:
     ramp: float  # forwards run ahead for this share of the path to the last stage and back
     round_up: bool  # the last of these forwards begins on that path, else it ends there
     input_first: bool  # the input gradient goes before a forward
+    patient: bool  # a worker waits rather than run a W that would end behind the next arrival
 
 
 class _Draft:
@@ -260,7 +319,8 @@ class _Draft:
         self.seconds = [{kind: max(time_s, longest_s / 100) for kind, time_s in _seconds(times).items()} for times in task.times]
         self.most_ahead = self._most_ahead()
         self.kinds: list[list[OpKind]] = [[] for _ in task.times]
-        self.ends_s: list[dict[OpKind, list[float]]] = [{_F: [], _I: [], _W: []} for _ in task.times]
+        self.counts = [dict.fromkeys(_KINDS, 0) for _ in task.times]
+        self.forth, self.back = _hops(task), _hops(task)
         self.now_s = [0.0] * len(task.times)
 
     def _most_ahead(self) -> list[float]:
@@ -285,43 +345,48 @@ class _Draft:
 
     def _decide(self, worker: int) -> None:
         task, now_s = self.task, self.now_s[worker]
-        num_forwards, num_inputs, num_weights = (len(self.ends_s[worker][kind]) for kind in (_F, _I, _W))
+        num_forwards, num_inputs, num_weights = self.counts[worker].values()
         num_waiting, num_ahead = num_inputs - num_weights, num_forwards - num_inputs + 1
         forward_s = input_s = math.inf
-        if num_forwards < task.num_microbatches and num_ahead <= min(self.most_ahead[worker], task.max_in_flight):
+        full = num_ahead + task.weight_grad_share * num_waiting > task.max_in_flight + _EPSILON
+        if num_forwards < task.num_microbatches and num_ahead <= self.most_ahead[worker] and not full:
             forward_s = self._arrival_s(worker, _F)
         if num_inputs < num_forwards:
             input_s = self._arrival_s(worker, _I)
-        full = num_ahead + task.weight_grad_share * num_waiting > task.max_in_flight + _EPSILON
+        next_s = min(forward_s, input_s)
         if input_s <= now_s and (self.manner.input_first or forward_s > now_s):
             self._run(worker, _I)
-        elif forward_s <= now_s and not full:
+        elif forward_s <= now_s:
             self._run(worker, _F)
-        elif num_waiting:
+        elif num_waiting and not (self.manner.patient and next_s < now_s + self.seconds[worker][_W]):
             self._run(worker, _W)
         else:
-            self.now_s[worker] = min(forward_s, input_s)
+            self.now_s[worker] = next_s
 
     def _arrival_s(self, worker: int, kind: OpKind) -> float:
         neighbour = worker - 1 if kind is _F else worker + 1
-        if not 0 <= neighbour < len(self.kinds):
+        hop, index = self.forth[worker] if kind is _F else self.back[worker + 1], self.counts[worker][kind]
+        if hop is None:
             return 0.0
-        ends_s, index = self.ends_s[neighbour][kind], len(self.ends_s[worker][kind])
-        end_s = ends_s[index] if index < len(ends_s) else self.now_s[neighbour] + self.seconds[neighbour][kind]
-        return end_s + self.task.hops_s[min(neighbour, worker)]
+        if index < len(hop.arrivals):
+            return hop.arrivals[index][0]
+        return max(self.now_s[neighbour] + self.seconds[neighbour][kind], hop.free_s) + hop.hop_s
 
     def _run(self, worker: int, kind: OpKind) -> None:
         self.now_s[worker] += self.seconds[worker][kind]
         self.kinds[worker].append(kind)
-        self.ends_s[worker][kind].append(self.now_s[worker])
+        self.counts[worker][kind] += 1
+        hop = self.forth[worker + 1] if kind is _F else self.back[worker] if kind is _I else None
+        if hop is not None:
+            hop.send(self.now_s[worker], (worker, len(self.kinds[worker]) - 1))
 
 
 # Local improvement
 
 
 def _polished(task: _Task, order: Order) -> Order:
-    timing = _timed(task, order)
-    assert timing is not None, "drafts and known orders do not hang"
+    timing = _Timing(task, order)
+    assert not timing.hangs, "drafts and known orders do not hang"
     score = _score(task, timing)
     num_left = _MOST_MOVED_OPS // (3 * task.num_microbatches * len(order))
     moves = _moves(task, order, timing)
@@ -329,8 +394,8 @@ def _polished(task: _Task, order: Order) -> Order:
         num_left -= 1
         worker, kinds = move
         changed = (*order[:worker], kinds, *order[worker + 1 :])
-        timing = _timed(task, changed)
-        if timing and (better := _score(task, timing)) < score:
+        timing = _Timing(task, changed)
+        if (better := _score(task, timing)) < score:
             order, score = changed, better
             moves = _moves(task, order, timing)
     return order
@@ -339,22 +404,20 @@ def _polished(task: _Task, order: Order) -> Order:
 _MOST_MOVED_OPS = 500_000
 
 
-def _moves(task: _Task, order: Order, timing: StepRun[int]) -> Iterator[tuple[int, tuple[OpKind, ...]]]:
+def _moves(task: _Task, order: Order, timing: _Timing) -> Iterator[tuple[int, tuple[OpKind, ...]]]:
     lengths = list(map(add, timing.spans_s if task.spans else timing.ends_s, task.sums_s))
     worker = lengths.index(max(lengths))
-    rows = _numbered(task, order)
-    places = {step: (worker, position) for worker, row in enumerate(rows) for position, step in enumerate(row)}
-    cause: int | None = rows[worker][-1]
+    cause: _Place | None = (worker, len(order[worker]) - 1)
     while cause is not None:
-        worker, position = places[cause]
+        worker, position = cause
         kinds = order[worker]
         cause = timing.causes[worker][position]
         tried = []
-        if position and cause == rows[worker][position - 1] and kinds[position] is not kinds[position - 1]:
+        if position and cause == (worker, position - 1) and kinds[position] is not kinds[position - 1]:
             tried.append((*kinds[: position - 1], kinds[position], kinds[position - 1], *kinds[position + 1 :]))
         if kinds[position] is _W:
             starts_s = timing.starts_s[worker]
-            seconds = _seconds(task.times[worker])
+            seconds = task.seconds[worker]
             without = (*kinds[:position], *kinds[position + 1 :])
             gaps = [
                 later

@@ -8,12 +8,14 @@ import pytest
 
 from raypipe.artifacts.profile import ModelProfile
 from raypipe.artifacts.topology import ClusterTopology
+from raypipe.planning import own_times
 from raypipe.planning.evaluator import Evaluation, LayoutEvaluator
 from raypipe.planning.layout import Layout
 from raypipe.planning.layout_schedules import layout_schedule
 from raypipe.planning.own_times import with_own_times
 from raypipe.planning.problem import Problem
 from raypipe.schedules.validate import validate
+from tests.planning.reaction import LATENCY_S, PORT, ports
 
 FACTORS = (1.0, 3.0, 1.0, 2.0)
 """Times of the layers over those of the first."""
@@ -50,6 +52,19 @@ def test_an_order_for_the_own_times_of_stages_is_faster_than_one_for_equal_times
     again = judge.simulate(own.layout)
     assert again is not None
     assert again.update_s == own.update_s
+
+
+def test_messages_that_leave_a_slow_port_one_behind_the_other_are_expected_so() -> None:
+    profile = ModelProfile.uniform(8, forward_s=0.008, backward_s=0.016, weight_grad_s=0.008, output_bytes=400_000, parameter_bytes=400_000)
+    judge = LayoutEvaluator(Problem(profile, ports({3: 0.4}), 8, 1))
+    own = own_times.simulated(judge, Layout((0, 2, 4, 6, 8), ((0,), (1,), (2,), (3,))))
+    assert own is not None
+    message_s = 400_000 / PORT
+    assert own.layout.queues_s == pytest.approx((message_s, message_s, message_s / 0.4))
+    assert own.layout.hops_s == pytest.approx([queue_s + LATENCY_S for queue_s in own.layout.queues_s])
+    unaware = judge.simulate(replace(own.layout, queues_s=()))
+    assert unaware is not None
+    assert own.update_s < 0.98 * unaware.update_s
 
 
 @pytest.mark.parametrize("order", ["1f1b", "zb-h1"])

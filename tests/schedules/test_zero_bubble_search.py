@@ -241,6 +241,39 @@ def test_of_all_orders_none_ends_its_sums_earlier(times: tuple[StageTimes, ...],
     assert end_with_sums_s(catalogue.build("zb-auto", size), size) == pytest.approx(best_s)
 
 
+def end_with_queues_s(schedule: Schedule, size: ScheduleRequest) -> float:
+    """The end of the last Op of two workers whose messages leave one behind the other; all times anew until none changes."""
+    seconds = durations(size.times or (EQUAL,))
+    ends_s: dict[Op, float] = {}
+    while True:
+        arrivals_s = {}
+        for kind, source, target in ((OpKind.FORWARD, 0, 1), (OpKind.INPUT_GRADIENT, 1, 0)):
+            free_s = 0.0
+            for index in range(size.num_microbatches):
+                departure_s = max(ends_s.get(Op(kind, source, index), 0.0), free_s)
+                free_s = departure_s + size.queues_s[0]
+                arrivals_s[Op(kind, target, index)] = departure_s + size.hops_s[0]
+        found_s: dict[Op, float] = {}
+        for program in schedule.programs:
+            now_s = 0.0
+            for op in (slot for slot in program if isinstance(slot, Op) and not slot.kind.per_update):
+                now_s = max(now_s, arrivals_s.get(op, 0.0)) + seconds(op)
+                found_s[op] = now_s
+        if found_s == ends_s:
+            return max(ends_s.values())
+        ends_s = found_s
+
+
+@pytest.mark.parametrize(("hop_s", "queue_s"), [(3, 3), (4, 2), (5, 5), (1, 0)])
+@pytest.mark.parametrize("times", [(EQUAL,), (StageTimes(1, 4, 2), StageTimes(3, 1, 2)), (StageTimes(2, 3, 1),)])
+def test_of_all_orders_none_ends_earlier_where_messages_wait_for_each_other(
+    times: tuple[StageTimes, ...], hop_s: float, queue_s: float
+) -> None:
+    size = ScheduleRequest(2, 3, times=times, hops_s=(hop_s,), queues_s=(queue_s,), max_in_flight=3)
+    best_s = min(end_with_queues_s(schedule, size) for schedule in all_orders(size, programs(3, 3)))
+    assert end_with_queues_s(catalogue.build("zb-auto", size), size) == pytest.approx(best_s)
+
+
 def test_each_hop_has_its_own_seconds() -> None:
     size = ScheduleRequest(4, 12, hops_s=(0.0, 3.0, 0.0), max_in_flight=12)
     same = replace(size, hops_s=(), latency_s=3.0)
@@ -343,8 +376,9 @@ def test_the_same_task_has_the_same_order_in_every_process() -> None:
         ({"max_in_flight": 0.9}, r"room for one stage activation a device, got 0\.9; use --max-in-flight 1 or more"),
         ({"max_in_flight": float("nan")}, "got nan; use --max-in-flight 1 or more"),
         ({"weight_grad_share": 1.5}, r"got 1\.5; use --weight-grad-share 0 to 1"),
-        ({"hops_s": (1.0,) * 4}, "zb-auto has 4 stages, got seconds of 4 hops and 0 sums"),
-        ({"sums_s": (1.0,) * 3}, "zb-auto has 4 stages, got seconds of 0 hops and 3 sums"),
+        ({"hops_s": (1.0,) * 4}, "zb-auto has 4 stages, got seconds of 4 hops, 0 queues and 0 sums"),
+        ({"queues_s": (1.0,) * 2}, "zb-auto has 4 stages, got seconds of 0 hops, 2 queues and 0 sums"),
+        ({"sums_s": (1.0,) * 3}, "zb-auto has 4 stages, got seconds of 0 hops, 0 queues and 3 sums"),
         ({"times": (EQUAL,) * 3}, "zb-auto has 4 stages, got times of 3; use those of each, or one for all"),
     ],
 )
