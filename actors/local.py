@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
@@ -31,7 +31,7 @@ class LocalPipeline:
     """The devices of one schedule, each a thread of this process.
 
     `cut` and `schedule` have the same number of stages. `placement` names the devices of each worker, `None` means one
-    device each, `buckets` as in `lower`. `Executor` and `build_stage` explain the other arguments.
+    device each, `buckets` and `late_rows` as in `lower`. `Executor` and `build_stage` explain the other arguments.
     """
 
     def __init__(
@@ -46,6 +46,7 @@ class LocalPipeline:
         seed: int = 0,
         placement: Placement | None = None,
         buckets: Sequence[int] = (),
+        late_rows: Collection[int] = (),
         max_grad_norm: float | None = None,
         timeout_s: float = 30.0,
         faults: FaultScript | None = None,
@@ -54,8 +55,8 @@ class LocalPipeline:
     ) -> None:
         self.batches = batches
         self.placement = placement
-        self.programs = executable_programs(schedule, placement, buckets)
-        self._buckets = buckets
+        self._lowered = partial(executable_programs, placement=placement, buckets=buckets, late_rows=late_rows)
+        self.programs = self._lowered(schedule)
         self._others: dict[Schedule, tuple[DeviceProgram, ...]] = {}
         self.num_windows = 0
         self.num_updates = 0
@@ -111,7 +112,7 @@ class LocalPipeline:
 
     def _programs_of(self, schedule: Schedule) -> tuple[DeviceProgram, ...]:
         if schedule not in self._others:  # executors keep what they work out for each program
-            self._others[schedule] = executable_programs(schedule, self.placement, self._buckets)
+            self._others[schedule] = self._lowered(schedule)
         return self._others[schedule]
 
     def _run(self, what: Sequence[DeviceProgram], window: Window) -> list[WindowReport]:

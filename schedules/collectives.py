@@ -6,13 +6,13 @@ import bisect
 import itertools
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import cached_property
 from operator import itemgetter
 from typing import NamedTuple
 
-from raypipe.schedules.ir import Op, OpKind, Schedule, StageReplica, UpdateScope, reads
+from raypipe.schedules.ir import Op, OpKind, Schedule, StageReplica, UpdateScope, WeightRule, reads
 from raypipe.schedules.reductions import common_order
 
 
@@ -44,6 +44,16 @@ class CollectiveKind(StrEnum):
     """The weights of one stage, from their owners to all its replicas."""
 
 
+class SumRows(StrEnum):
+    """Which rows of looked-up weights a sum of gradients has; of all other weights `LATE` has nothing."""
+
+    ALL = "all"
+    DUE = "due"
+    """Those that the microbatches look up which read the new version."""
+    LATE = "late"
+    """All others that the update touches."""
+
+
 @dataclass(frozen=True, slots=True)
 class Collective:
     """One exchange among several devices.
@@ -54,6 +64,7 @@ class Collective:
         num_parts: Number of buckets.
         owners: Devices that step a part of the stage's weights each, where others pass them on: only these get the sums of gradients, each
             those of its weights. Empty where each device steps all.
+        rows: Which rows of looked-up weights a sum of gradients has.
     """
 
     kind: CollectiveKind
@@ -63,11 +74,13 @@ class Collective:
     devices: tuple[int, ...]
     num_parts: int = 1
     owners: tuple[int, ...] = ()
+    rows: SumRows = SumRows.ALL
 
     def __str__(self) -> str:
         where = "" if self.kind is CollectiveKind.NORM else f" of {'tie' if self.kind.of_tie else 'stage'} {self.stage}"
         bucket = f", bucket {self.part} of {self.num_parts}" if self.part else ""
-        return f"{self.kind}{where} for update {self.update}{bucket}"
+        rows = "" if self.rows is SumRows.ALL else f", {self.rows} rows"
+        return f"{self.kind}{where} for update {self.update}{bucket}{rows}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +124,17 @@ class _Join(NamedTuple):
     stages: frozenset[int]
 
 
+def late_rows_refusal(schedule: Schedule, stage: int) -> str:
+    """Return why the rows of a stage's looked-up weights are all summed before its update; empty if some may be summed behind it."""
+    if schedule.weight_rule is not WeightRule.DOUBLE_BUFFER:
+        return f"the order {schedule.name!r} does not keep two versions of the weights, as pipedream-2bw does"
+    if schedule.update_scope is not UpdateScope.STAGE:
+        return f"updates wait for a norm of scope {schedule.update_scope!s}"
+    if stage in schedule.published_stages:
+        return "copies divide the optimizer's state"
+    return f"stage {stage} shares a weight with other stages" if stage in schedule.graph.tie_of else ""
+
+
 class CollectiveOrder:
     """Where the devices of a valid schedule with its reductions start and await their collectives.
 
@@ -120,11 +144,16 @@ class CollectiveOrder:
     Workers take those that they share in one order, that of their U as far as these agree; what only the devices of one worker take part
     in needs no turn. Norms of tied stages come behind all that starts before that U: earlier they would hold up sums of other stages until
     the tie's sum has ended, and these may be awaited first. So each worker has, for each update: sums of replicas, sums of ties, norms.
+
+    The last bucket of a stage of `late_rows` is two sums. That of the rows that the next reader of the weights looks up is awaited by U,
+    that of the others starts right behind it, and is awaited by the U of the next update. So it is where `late_rows_refusal` has no reason
+    against it and the window has a reader of the new version.
     """
 
-    def __init__(self, schedule: Schedule, devices: Sequence[Sequence[int]]) -> None:
+    def __init__(self, schedule: Schedule, devices: Sequence[Sequence[int]], late_rows: Collection[int] = ()) -> None:
         self.schedule = schedule
         self.devices = devices
+        self._late_rows = frozenset(stage for stage in late_rows if not late_rows_refusal(schedule, stage))
         self.starts: dict[Op, list[Start]] = {}
         self.awaits: dict[Op, list[Start | Await]] = {}
         self._sums: dict[tuple[int, int], list[tuple[frozenset[int], Collective]]] = {}
@@ -231,7 +260,13 @@ class CollectiveOrder:
             members = self._members(replica.worker for replica in self.schedule.replicas[op.stage])
             num_parts = len(self.schedule.find(op._replace(part=0))) if op.part else 1
             collective = Collective(kind, op.stage, op.index, op.part, members, num_parts, self._owners(op))
-            self.starts.setdefault(op, []).append(Start(collective))
+            if self._has_late_rows(op, num_parts):
+                late = replace(collective, rows=SumRows.LATE)
+                collective = replace(collective, rows=SumRows.DUE)
+                self.starts[op] = [Start(collective), Start(late)]
+                self.awaits.setdefault(Op(OpKind.UPDATE, op.stage, op.index + 1, op.pipeline), []).insert(0, Await(late))
+            else:
+                self.starts.setdefault(op, []).append(Start(collective))
             if op.kind is OpKind.REDUCE:
                 update = op._replace(kind=OpKind.UPDATE, part=0)
                 for stages in self.joints:
@@ -247,6 +282,11 @@ class CollectiveOrder:
                 self.awaits.setdefault(user, []).append(Await(collective))
             elif len(members) > 1:
                 self.at_end.setdefault(place.worker, []).append(Await(collective))
+
+    def _has_late_rows(self, op: Op, num_parts: int) -> bool:
+        is_last_bucket = op.kind is OpKind.REDUCE and op.part in {0, num_parts}
+        reader = self.schedule.weight_rule.only_reader(op.index + 1)
+        return is_last_bucket and op.stage in self._late_rows and reader is not None and reader < self.schedule.num_updates
 
     def _join(self, join: _Join) -> None:
         schedule, places = self.schedule, self.schedule.places

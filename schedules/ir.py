@@ -117,6 +117,12 @@ class WeightRule(StrEnum):
             return update
         return max(update - 1, 0) if self is WeightRule.DOUBLE_BUFFER else None
 
+    def only_reader(self, version: int) -> int | None:
+        """Return the one update whose microbatches read a version, which an update has made; `None` where it depends on the order."""
+        if self is WeightRule.FLUSH:
+            return version
+        return version + 1 if self is WeightRule.DOUBLE_BUFFER else None
+
 
 class UpdateScope(StrEnum):
     """Which gradients an update waits for and clips by one norm. Stages that share a weight always wait for each other."""

@@ -18,14 +18,14 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
 from typing import Any, NamedTuple
 
 from raypipe.errors import PlanError, ScheduleError
-from raypipe.schedules.collectives import NOT_COMPUTED, Await, CollectiveOrder, Start
+from raypipe.schedules.collectives import NOT_COMPUTED, Await, CollectiveOrder, Start, SumRows
 from raypipe.schedules.ir import Op, OpKind, Schedule, StageGraph, UpdateScope, inputs, ops_of, outputs, reads, takers
 from raypipe.schedules.reductions import add_reductions
 
@@ -125,6 +125,11 @@ class DeviceProgram:
         return {(stage, update): delay for stage, update, delay in self.delays}
 
     @cached_property
+    def has_late_rows(self) -> bool:
+        """Whether some rows of looked-up weights are summed behind others."""
+        return any(isinstance(item, Start) and item.collective.rows is SumRows.LATE for item in self.items)
+
+    @cached_property
     def last_reads(self) -> dict[tuple[int, int], int]:
         """For each (stage, version of its weights) the position of the last item that uses it."""
         return {
@@ -176,14 +181,17 @@ class Placement:
             yield device, rows
 
 
-def lower(schedule: Schedule, placement: Placement | None = None, *, buckets: Sequence[int] = ()) -> tuple[DeviceProgram, ...]:
+def lower(
+    schedule: Schedule, placement: Placement | None = None, *, buckets: Sequence[int] = (), late_rows: Collection[int] = ()
+) -> tuple[DeviceProgram, ...]:
     """Return the programs of the devices, by number, for a valid schedule; replicas that lack reductions get them.
 
     `buckets` are the parts in which the gradients of each stage are summed, 1 by default (`communication.buckets.num_buckets`).
+    Stages of `late_rows` sum some rows of their looked-up weights later than others, where that is possible (`CollectiveOrder`).
     """
     placement = placement or Placement.even(schedule.num_workers)
     reduced = add_reductions(schedule, replicated_workers=placement.replicated_workers, buckets=buckets)
-    return _Lowering(reduced, placement).programs()
+    return _Lowering(reduced, placement, late_rows).programs()
 
 
 def starts_inside(items: Sequence[Item], position: int, num_microbatches: int) -> list[Start]:
@@ -249,12 +257,12 @@ class _Route:
 
 
 class _Lowering:
-    def __init__(self, schedule: Schedule, placement: Placement) -> None:
+    def __init__(self, schedule: Schedule, placement: Placement, late_rows: Collection[int]) -> None:
         self.schedule = schedule
         self.slots = [list(map(ops_of, program)) for program in schedule.programs]
         """By worker, the Ops of each slot: all devices of a worker share them."""
         self.rows = [dict(placement.rows(worker)) for worker in range(schedule.num_workers)]
-        self.collectives = CollectiveOrder(schedule, [[device for device, _ in members] for members in placement.workers])
+        self.collectives = CollectiveOrder(schedule, [[device for device, _ in members] for members in placement.workers], late_rows)
         self._num_parts: dict[tuple[int, int, OpKind], int] = {}
         """Of what is divided, by microbatch, stage and kind."""
         for op in schedule.places:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from functools import partial
 
@@ -12,6 +12,7 @@ from torch import Tensor
 
 from raypipe.actors.execution.report import mean_losses
 from raypipe.actors.local import LocalPipeline
+from raypipe.actors.stage.weights import Optimizer
 from raypipe.artifacts.cut import Cut
 from raypipe.config import Precision
 from raypipe.model import Model
@@ -31,6 +32,7 @@ MAX_GRAD_NORM = 0.5
 NUM_MICROBATCHES = 4
 NUM_UPDATES = 3
 NUM_WINDOWS = 2
+ADAMW: Optimizer = partial(torch.optim.AdamW, lr=LEARNING_RATE, weight_decay=0.1, fused=True)
 COPIES = [
     *((name, 1, copies) for name in ("1f1b", "zb-h1", "pipedream-2bw", "async-1f1b") for copies in (2, 3, 4)),
     *((name, 2, copies) for name in ("chimera", "amdp") for copies in (2, 4)),
@@ -59,12 +61,16 @@ def pipeline(
     copies: int,
     num_stages: int = 2,
     buckets: int = 1,
+    late_rows: Collection[int] = (),
+    max_grad_norm: float | None = MAX_GRAD_NORM,
+    optimizer: Optimizer = ADAMW,
+    num_updates: int = NUM_UPDATES,
     change: Callable[[Schedule], Schedule] = lambda schedule: schedule,
     precision: Precision = Precision.FLOAT32,
 ) -> LocalPipeline:
     """Workers of `copies / num_pipelines` devices, which share the rows of microbatches."""
     cut = Cut.equal(len(model.layers), num_stages, model.edges(), model.tied_layers())
-    request = ScheduleRequest(num_stages, NUM_MICROBATCHES, NUM_UPDATES, num_pipelines=num_pipelines if num_pipelines > 1 else 0)
+    request = ScheduleRequest(num_stages, NUM_MICROBATCHES, num_updates, num_pipelines=num_pipelines if num_pipelines > 1 else 0)
     schedule = change(over_graph(build(name, request), cut.graph))
     validate(schedule)
     each = copies // num_pipelines
@@ -74,11 +80,12 @@ def pipeline(
         cut=cut,
         schedule=schedule,
         batches=RandomTokens(num_rows=12),
-        optimizer=partial(torch.optim.AdamW, lr=LEARNING_RATE, weight_decay=0.1, fused=True),
+        optimizer=optimizer,
         learning_rate=lambda _: LEARNING_RATE,
-        max_grad_norm=MAX_GRAD_NORM,
+        max_grad_norm=max_grad_norm,
         placement=Placement(tuple(members)),
         buckets=[buckets] * num_stages,
+        late_rows=late_rows,
         precision=precision,
     )
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -31,14 +31,16 @@ from raypipe.actors.stage.weights import Weights
 from raypipe.actors.transport.protocol import Transport
 from raypipe.artifacts.branches import cut_branches
 from raypipe.artifacts.cut import Cut
-from raypipe.errors import AbortedError, RunError, TransportTimeoutError
+from raypipe.errors import AbortedError, ConfigError, RunError, TransportTimeoutError
 from raypipe.model import Batch, Model
+from raypipe.schedules.collectives import SumRows
 from raypipe.schedules.ir import OpKind
-from raypipe.schedules.lower import DeviceProgram
+from raypipe.schedules.lower import DeviceProgram, Rows
 
 _LEAST_WAIT_S = 1e-3  # for rows; what takes less, such as rows of a file in memory, belongs to the Op
 _READING = frozenset({OpKind.FORWARD, OpKind.RECOMPUTE})
 _KEPT_UPDATES = 2  # forwards of the next update may come before the last backwards of one
+_KEPT_UPDATES_AHEAD = 4  # the rows of the update after it are looked at, too
 
 
 @dataclass(frozen=True)
@@ -167,6 +169,8 @@ class Executor:
         """Return a program bound to this device, bound when it is first asked for."""
         key = (id(program), num_rows)
         if key not in self._bound:
+            if program.has_late_rows and self.max_grad_norm is not None:
+                raise ConfigError("a norm over all rows of a weight limits its steps: then none of them may be summed behind others")
             # With the program, so that no other one gets its id.
             self._bound[key] = (program, bind(program, self.weights, self.edges, num_rows, branches=self.branches))
             divide_weights(program, self.weights, self.transport)
@@ -268,7 +272,8 @@ class _WindowRun:
         ahead = executor.model.loss_weight is not None or any(weights.lookups for weights in executor.weights.values())
         if source is None or self.program.forward_only or not ahead:
             return source
-        return KeptBatches(source, num_kept=_KEPT_UPDATES * self.program.num_microbatches)
+        num_updates = _KEPT_UPDATES_AHEAD if self.program.has_late_rows else _KEPT_UPDATES
+        return KeptBatches(source, num_kept=num_updates * self.program.num_microbatches)
 
     def _expect(self, steps: Sequence[Step], *, whole: bool) -> None:
         """Tell a source that reads ahead what this window will read, and the next one, if it is alike."""
@@ -276,13 +281,19 @@ class _WindowRun:
         if not isinstance(source, AheadSource):
             return
         first = self.window.first_update * program.num_microbatches
-        ops = (bound for step in steps if isinstance(step, ComputeStep) for bound in step.ops)
-        order = [
-            (first + bound.op.index, WHOLE if whole else bound.rows) for bound in ops if bound.takes_batch and bound.op.kind in _READING
-        ]
+        order = [(first + number, WHOLE if whole else rows) for step in steps for number, rows in self._read_by(step)]
         order = list(dict.fromkeys(order)) if whole else order
         size = 0 if program.forward_only else program.num_updates * program.num_microbatches
         source.expect([*order, *((number + size, rows) for number, rows in order if size)])
+
+    def _read_by(self, step: Step) -> Iterator[tuple[int, Rows]]:
+        """Yield the microbatches of the window of which a step reads rows that no step before it is known to read."""
+        if isinstance(step, ComputeStep):
+            yield from ((bound.op.index, bound.rows) for bound in step.ops if bound.takes_batch and bound.op.kind in _READING)
+        elif isinstance(step, StartStep) and step.collective.rows is SumRows.DUE:
+            rule, size = self.executor.weights[step.collective.stage].rule, self.program.num_microbatches
+            reader = rule.only_reader(step.collective.update + 1) or 0
+            yield from ((number, WHOLE) for number in range(reader * size, (reader + 1) * size))
 
     def run(self, steps: Sequence[Step]) -> WindowReport:
         run_step: dict[type[Step], Callable[[Any], None]] = {

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 from raypipe.errors import PlanError, ScheduleError
@@ -11,14 +11,16 @@ from raypipe.schedules.lower import DeviceProgram, Placement, lower
 from raypipe.schedules.metrics import mean_delays
 
 
-def executable_programs(schedule: Schedule, placement: Placement | None = None, buckets: Sequence[int] = ()) -> tuple[DeviceProgram, ...]:
+def executable_programs(
+    schedule: Schedule, placement: Placement | None = None, buckets: Sequence[int] = (), late_rows: Collection[int] = ()
+) -> tuple[DeviceProgram, ...]:
     """Return the programs of all devices for a valid schedule, as `lower`; raises as `check_executable`."""
     check_executable(schedule, placement)
     delays = [(stage, update, delay) for (stage, update), delay in mean_delays(schedule).items()]
     stages_of = [{op.stage for slot in program for op in ops_of(slot)} for program in schedule.programs]
     return tuple(
         replace(program, delays=tuple(delay for delay in delays if delay[0] in stages_of[program.worker]))
-        for program in lower(schedule, placement, buckets=buckets)
+        for program in lower(schedule, placement, buckets=buckets, late_rows=late_rows)
     )
 
 

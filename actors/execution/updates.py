@@ -17,7 +17,7 @@ from raypipe.actors.stage.gradients import Bucket
 from raypipe.actors.stage.weights import Weights
 from raypipe.actors.transport.protocol import Transport
 from raypipe.model import Batch
-from raypipe.schedules.collectives import Await, Collective, CollectiveKind, Start
+from raypipe.schedules.collectives import Await, Collective, CollectiveKind, Start, SumRows
 from raypipe.schedules.ir import Op, UpdateScope
 from raypipe.schedules.lower import DeviceProgram
 
@@ -137,12 +137,12 @@ class Updates:
         tensor = self._share(collective)
         if collective.kind not in {CollectiveKind.GRADIENTS, CollectiveKind.WEIGHTS}:
             return Share(tensor)
-        weights, bucket = self._weights[collective.stage], _bucket(collective)
+        weights, bucket, late = self._weights[collective.stage], _bucket(collective), collective.rows is SumRows.LATE
         shards = weights.shards if collective.owners else None
         if collective.kind is CollectiveKind.WEIGHTS:
             return Share(tensor, segments=shards.of_weights if shards else ())
         segments = shards.of_gradients(weights.gradients.members(bucket)) if shards else ()
-        return Share(tensor, weights.gradients.places(collective.update, bucket), segments)
+        return Share(tensor, weights.gradients.places(collective.update, bucket, late=late), segments)
 
     def _put(self, collective: Collective, total: Tensor) -> None:
         weights, stage, update = self._weights, collective.stage, collective.update
@@ -153,6 +153,8 @@ class Updates:
                 self._tied_norms[stage, update] = root(total.reshape(()))
             case CollectiveKind.TIED:
                 self._set_shared(stage, update, total)
+            case CollectiveKind.GRADIENTS if collective.rows is SumRows.LATE:
+                self._put_late_rows(weights[stage], collective, total)
             case CollectiveKind.GRADIENTS:
                 shards = weights[stage].shards if collective.owners else None
                 weights[stage].gradients.set_flat(update, total, _bucket(collective), kept=shards.stepped if shards else None)
@@ -161,6 +163,13 @@ class Updates:
             case CollectiveKind.WEIGHTS:
                 keep_old = self._program.last_reads.get((stage, update), -1) > self._awaited[collective]
                 weights[stage].receive(update, total, keep_old=keep_old)
+
+    def _put_late_rows(self, weights: Weights, collective: Collective, total: Tensor) -> None:
+        stage, update = collective.stage, collective.update
+        weights.gradients.set_flat(update, total, _bucket(collective), late=True)
+        if stage in self._program.primary_stages:
+            self._norms[update] = _hypot(self._norms[update], root(weights.squared_norm(update, late=True)))
+        weights.update_late_rows(update)
 
     def _share(self, collective: Collective) -> Tensor:
         stage, update, primary = collective.stage, collective.update, self._program.primary_stages
@@ -172,11 +181,19 @@ class Updates:
             case CollectiveKind.TIED:
                 return self._local_shared(stage, update, primary)
             case CollectiveKind.GRADIENTS:
-                return self._weights[stage].flat_gradients(update, self._microbatches(update), _bucket(collective))
+                return self._gradients(collective)
             case CollectiveKind.STAGE_NORM:
                 return self._weights[stage].squared_norm(update).reshape(1)  # a weight that stages share has a norm of its own
             case CollectiveKind.WEIGHTS:
                 return self._weights[stage].flat()
+
+    def _gradients(self, collective: Collective) -> Tensor:
+        weights, update, bucket = self._weights[collective.stage], collective.update, _bucket(collective)
+        if collective.rows is SumRows.LATE:
+            return weights.late_gradients(update, bucket)
+        reader = weights.rule.only_reader(update + 1) if collective.rows is SumRows.DUE else None
+        readers = None if reader is None else self._microbatches(reader)
+        return weights.flat_gradients(update, self._microbatches(update), bucket, readers=readers)
 
     def _microbatches(self, update: int) -> Iterator[Batch]:
         """Yield the rows of all microbatches of an update, whichever copies of a stage they pass."""

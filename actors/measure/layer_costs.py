@@ -23,6 +23,7 @@ class LayerMeasurement:
         gradient_rows: Rows of the looked-up weights that the microbatch touches.
         looked_up_rows: All rows of these weights; 0 where the layer looks none up.
         looked_up_bytes: Their bytes as the optimizer steps them.
+        reread_share: As in `LayerProfile`, whatever the optimizer.
         state_bytes: Bytes that the optimizer keeps; `None` where none has stepped.
     """
 
@@ -45,6 +46,7 @@ class LayerMeasurement:
     gradient_rows: int = 0
     looked_up_rows: int = 0
     looked_up_bytes: int = 0
+    reread_share: float | None = None
     state_bytes: int | None = None
 
 

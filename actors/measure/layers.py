@@ -230,6 +230,7 @@ class _Layer:
             gradient_rows=sum(len(touched[at]) if at in touched else num_rows for at, num_rows in tables.items()),
             looked_up_rows=sum(tables.values()),
             looked_up_bytes=sum(self.weights.masters[at].nbytes for at in tables),
+            reread_share=self.weights.lookups.reread_share(self.batch),
             state_bytes=None if effort.estimates else self._state_bytes(),
         )
 

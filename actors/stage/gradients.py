@@ -1,7 +1,8 @@
 """The gradients of a stage's weights: one buffer per update, as tensors or as one vector for a reduction.
 
-A weight that is only looked up has a dense gradient, of which a vector takes the rows that any microbatch of the update reads. The sum is
-scattered back. All other rows are zeros on all replicas, so weights and norms are those of the whole sum.
+A weight that is only looked up has a dense gradient, of which a vector takes the rows that any microbatch of the update reads; or it takes
+some of these rows, and a late vector the others. The sum is scattered back. All other rows are zeros on all replicas, so weights and norms
+are those of the whole sum.
 """
 
 from __future__ import annotations
@@ -80,24 +81,29 @@ WHOLE: Bucket = (0, 1)
 class _Exchange:
     """How gradients of one update become a vector: of weights in `rows` these rows, by position and ascending, of others all.
 
-    `members` are the positions of the weights in their stage.
+    `members` are the positions of the weights in their stage. A late vector has nothing of weights that are not in `rows`.
     """
 
-    def __init__(self, members: Sequence[int], masters: Sequence[Tensor], rows: Mapping[int, Tensor], *, on: torch.device) -> None:
+    def __init__(
+        self, members: Sequence[int], masters: Sequence[Tensor], rows: Mapping[int, Tensor], *, on: torch.device, late: bool = False
+    ) -> None:
         self.members = members
+        self.late = late
         self._sizes = [master.numel() for master in masters]
         self._widths = {at: math.prod(masters[at].shape[1:]) for at in rows}
         self._rows = {at: of_weight.cpu() for at, of_weight in rows.items()}
-        self._taken = [len(rows[at]) * self._widths[at] if at in rows else size for at, size in enumerate(self._sizes)]
+        self._taken = [len(rows[at]) * self._widths[at] if at in rows else 0 if late else size for at, size in enumerate(self._sizes)]
         self.rows = {at: of_weight.to(on) for at, of_weight in rows.items()}
         self.layout = FlatLayout([(numel, master.dtype) for numel, master in zip(self._taken, masters, strict=True)], on=on)
 
     def pack(self, gradients: Sequence[Tensor | None]) -> Tensor:
         """Return the vector."""
-        return self.layout.pack([
-            gradient if gradient is None or at not in self.rows else gradient.index_select(0, self.rows[at])
-            for at, gradient in enumerate(gradients)
-        ])
+        return self.layout.pack([None if gradient is None else self._part(at, gradient) for at, gradient in enumerate(gradients)])
+
+    def _part(self, at: int, gradient: Tensor) -> Tensor:
+        if at in self.rows:
+            return gradient.index_select(0, self.rows[at])
+        return gradient.reshape(-1)[:0] if self.late else gradient
 
     @property
     def places(self) -> Places | None:
@@ -114,6 +120,8 @@ class _Exchange:
                 above = int(torch.searchsorted(rows, row))
                 is_taken = above < len(rows) and int(rows[above]) == row
                 within = above * self._widths[at] + (column if is_taken else 0)
+            elif self.late and at < len(self._sizes):
+                within = 0
             return taken[at] + within
 
         return Places(whole[-1] + len(self._sizes), num_before)
@@ -137,8 +145,8 @@ class GradientBuffers:
         self._on = on
         self._members: dict[int, list[list[int]]] = {}
         self._all_rows: dict[Bucket, _Exchange] = {}
-        self._exchanges: dict[tuple[int, int], _Exchange] = {}
-        """By update and bucket, while its vector is under way."""
+        self._exchanges: dict[tuple[int, int, bool], _Exchange] = {}
+        """By update and bucket, and whether it is late, while its vector is under way."""
         self._buffers: dict[int, list[Tensor | None]] = {}
         self._bound: _Bound | None = None
 
@@ -189,6 +197,10 @@ class GradientBuffers:
         self.unbind()
         return self._buffers.pop(update, [None] * len(self._masters))
 
+    def keep(self, update: int, gradients: Mapping[int, Tensor | None]) -> None:
+        """Make a buffer that has some gradients, by position, of one that has been dropped."""
+        self._buffers[update] = [gradients.get(at) for at in range(len(self._masters))]
+
     def members(self, bucket: Bucket) -> list[int]:
         """Return the positions of the weights of a bucket, in order."""
         number, count = bucket
@@ -211,22 +223,25 @@ class GradientBuffers:
         buffer = self._buffers.setdefault(update, [None] * len(self._masters))
         return [buffer[at] for at in members]
 
-    def flatten(self, update: int, rows: Mapping[int, Tensor] | None = None, bucket: Bucket = WHOLE) -> Tensor:
+    def flatten(self, update: int, rows: Mapping[int, Tensor] | None = None, bucket: Bucket = WHOLE, *, late: bool = False) -> Tensor:
         """Return an update's gradients as a vector, of which they become views, where they are (`gradients`).
 
-        Of weights in `rows`, by position, the vector takes these rows alone, and their gradients stay as they are.
+        Of weights in `rows`, by position, the vector takes these rows alone, and their gradients stay as they are. A late vector has
+        nothing else.
         """
         members = self.members(bucket)
         gradients, masters = self.gradients(update, members), [self._masters[at] for at in members]
         taken = {place: rows[at] for place, at in enumerate(members) if at in rows} if rows else {}
-        if taken:
-            exchange = _Exchange(members, masters, taken, on=self._on)
+        if taken or late:
+            exchange = _Exchange(members, masters, taken, on=self._on, late=late)
         elif bucket in self._all_rows:
             exchange = self._all_rows[bucket]
         else:
             exchange = self._all_rows[bucket] = _Exchange(members, masters, {}, on=self._on)
-        self._exchanges[update, bucket[0]] = exchange
+        self._exchanges[update, bucket[0], late] = exchange
         vector = exchange.pack(gradients)
+        if late:
+            return vector
         bound = self._bound
         for place, (part, gradient) in enumerate(zip(exchange.layout.unpack(vector), gradients, strict=True)):
             if gradient is None or place in exchange.rows:
@@ -238,17 +253,23 @@ class GradientBuffers:
                 self._buffers[update][members[place]] = view
         return vector
 
-    def places(self, update: int, bucket: Bucket = WHOLE) -> Places | None:
+    def places(self, update: int, bucket: Bucket = WHOLE, *, late: bool = False) -> Places | None:
         """Return where the numbers of an update's vector stand in that of all rows; `None` where it has all."""
-        return self._exchanges[update, bucket[0]].places
+        return self._exchanges[update, bucket[0], late].places
 
-    def set_flat(self, update: int, vector: Tensor, bucket: Bucket = WHOLE, *, kept: Collection[int] | None = None) -> None:
+    def set_flat(
+        self, update: int, vector: Tensor, bucket: Bucket = WHOLE, *, kept: Collection[int] | None = None, late: bool = False
+    ) -> None:
         """Replace gradients of an update by a sum of replicas' vectors; keep only some where others are another copy's."""
-        gradients, exchange = self.of(update), self._exchanges.pop((update, bucket[0]))
+        gradients, exchange = self.of(update), self._exchanges.pop((update, bucket[0], late))
         members = exchange.members
-        present = exchange.layout.present(vector, [gradients[at] is not None for at in members])
+        concerned = [not late or place in exchange.rows for place in range(len(members))]
+        known = [not taken or gradients[at] is not None for at, taken in zip(members, concerned, strict=True)]
+        present = exchange.layout.present(vector, known)
         for place, (at, part, has) in enumerate(zip(members, exchange.layout.unpack(vector), present, strict=True)):
             master = self._masters[at]
+            if not concerned[place]:
+                continue
             if not has or (kept is not None and at not in kept):
                 gradients[at] = None
             elif place not in exchange.rows:

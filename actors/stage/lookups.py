@@ -15,6 +15,8 @@ from raypipe.actors.stage.module import StageModule
 from raypipe.errors import ConfigError, suggestion
 from raypipe.model import Batch
 
+_LEAST_ITEM_BYTES = 4
+
 
 class _Use(NamedTuple):
     layer: str
@@ -63,12 +65,29 @@ class Lookups:
 
     def rows(self, batches: Iterable[Batch], *, of: Collection[int] | None = None) -> dict[int, Tensor]:
         """Return the rows that some microbatches look up, for the weights, by default all, of which this is not all."""
+        rows = self.all_rows(batches, of=of)
+        return {at: of_weight for at, of_weight in rows.items() if len(of_weight) < len(self._masters[at])}
+
+    def all_rows(self, batches: Iterable[Batch], *, of: Collection[int] | None = None) -> dict[int, Tensor]:
+        """Return the rows that some microbatches look up, ascending, for the weights, by default all."""
         found: dict[int, list[Tensor]] = {at: [] for at in self._lookups if of is None or at in of}
         for batch in batches if found else ():
             for at, parts in found.items():
                 parts += [rows_of(*(batch[field] for field in fields)).reshape(-1).long() for fields, rows_of in self._lookups[at]]
-        rows = {at: torch.unique(torch.cat(parts)) for at, parts in found.items()}
-        return {at: of_weight for at, of_weight in rows.items() if len(of_weight) < len(self._masters[at])}
+        return {at: torch.unique(torch.cat(parts)) for at, parts in found.items()}
+
+    def reread_share(self, batch: Batch) -> float | None:
+        """Return which part of the rows that one half of a microbatch looks up the other half does, too.
+
+        `None` without a second half, and for weights of 16 bits, of which an optimizer may round a row otherwise alone than among others.
+        """
+        size = min((len(field) for field in batch.values()), default=0) // 2
+        if not self._lookups or not size or any(self._masters[at].dtype.itemsize < _LEAST_ITEM_BYTES for at in self._lookups):
+            return None
+        halves = [{name: field[first : first + size] for name, field in batch.items()} for first in (0, size)]
+        one, other = (self.all_rows([half]) for half in halves)
+        num_common = sum(int(torch.isin(rows, other[at], assume_unique=True).sum()) for at, rows in one.items())
+        return 2 * num_common / sum(len(rows) for half in (one, other) for rows in half.values())
 
     def check(self, gradients: Sequence[Tensor | None], rows: Mapping[int, Tensor]) -> None:
         """Refuse rows that leave out some with a gradient; `gradients` are of the same weights.

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
@@ -16,9 +16,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from raypipe.actors.stage.joined_optimizer import JoinedOptimizer
 from raypipe.actors.stage.late_gradients import LateGradients
 from raypipe.actors.stage.named_weights import NamedWeights
 from raypipe.actors.stage.optimizer_names import OptimizerFunction, OptimizerSpec, optimizer_spec
+from raypipe.actors.stage.row_steps import STEPS_NUMBERS
 from raypipe.actors.stage.weights import RATE_FACTOR
 from raypipe.config import OptimizerConfig, OptimizerName, WeightGroup
 from raypipe.errors import ConfigError, suggestion
@@ -26,23 +28,6 @@ from raypipe.errors import ConfigError, suggestion
 _NUM_MATRIX_DIMENSIONS = 2
 _NUM_SHOWN = 8
 _OF_WEIGHTS = frozenset({"params", "param_names", "lr"})
-
-
-class JoinedOptimizer(torch.optim.Optimizer):
-    """Several optimizers, each of some weights, that step as one."""
-
-    def __init__(self, parts: Sequence[torch.optim.Optimizer]) -> None:
-        super().__init__([weight for part in parts for group in part.param_groups for weight in group["params"]], {})
-        self.parts = parts
-        self.param_groups = [group for part in parts for group in part.param_groups]
-        for part in parts:
-            part.state = self.state
-
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Step all of them; `closure` is not called."""
-        for part in self.parts:
-            part.step()
-        return None
 
 
 @dataclass(frozen=True)
@@ -196,6 +181,18 @@ def check_optimizer(config: OptimizerConfig, *, function: OptimizerFunction | No
         except Exception as error:
             name = config.name if group is None else group.optimizer or config.name
             raise ConfigError(f"optimizer.name {name!r} cannot make a step: {type(error).__name__}: {error}") from error
+
+
+def late_rows_refusal(config: OptimizerConfig, *, function: OptimizerFunction | None = None) -> str:
+    """Return why all rows of looked-up weights must be stepped together; empty if some may be behind others."""
+    if config.max_grad_norm is not None:
+        return "optimizer.max_grad_norm limits a norm that takes the gradients of all rows"
+    own = optimizer_spec(config.name, function)
+    # Muon leaves what is looked up to AdamW, unless a group says otherwise.
+    specs = [optimizer_spec(OptimizerName.ADAMW) if own.is_for_matrices_only else own]
+    specs += [optimizer_spec(group.optimizer) for group in config.groups if group.optimizer]
+    unknown = [spec.name for spec in specs if spec.is_own or spec.function not in STEPS_NUMBERS]
+    return f"{unknown[0]} is not known to step each number by its own gradient and state" if unknown else ""
 
 
 def check_patterns(config: OptimizerConfig, names: Iterable[str]) -> None:

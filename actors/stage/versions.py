@@ -6,7 +6,7 @@ graph in flight, whose backward then reads the new values. Weights computed with
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -107,6 +107,13 @@ class WeightVersions:
                 copy.data.copy_(master.data)
         self.newest = version
         self._have_moved = False
+
+    def renew(self, positions: Iterable[int]) -> None:
+        """Let the newest version compute with what its masters at some positions have become; separate versions only."""
+        for at in positions:
+            leaf, master = self._versions[self.newest].tensors[at], self.masters[at]
+            if leaf.dtype != master.dtype:  # else they share memory
+                leaf.data.copy_(master.data)
 
     def move_masters(self) -> None:
         """Move the masters, and the module's parameters, off memory that a version reads, once for each new version."""

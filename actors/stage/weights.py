@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -16,6 +17,7 @@ from raypipe.actors.stage.lookups import Lookups
 from raypipe.actors.stage.module import Outputs, StageModule
 from raypipe.actors.stage.named_weights import NamedWeights, named_weights
 from raypipe.actors.stage.optimizer_state import group_values
+from raypipe.actors.stage.row_steps import stepped_rows
 from raypipe.actors.stage.shards import Shards
 from raypipe.actors.stage.ties import SharedGradients
 from raypipe.actors.stage.versions import WeightVersions
@@ -26,6 +28,23 @@ Optimizer = Callable[[NamedWeights], torch.optim.Optimizer]
 """Makes the optimizer of one stage from its weights."""
 RATE_FACTOR = "learning_rate_factor"
 """Entry of an optimizer's parameter group: the factor of the learning rate; 1 where a group has none."""
+
+
+@dataclass
+class _LateRows:
+    """An update of which some rows of looked-up weights are stepped when their gradients are summed; by position of the weight.
+
+    Attributes:
+        due: The rows that the next reader looks up.
+        late: The rows whose gradients are summed later.
+        before: Of the rows that are due, the values before the step.
+        rates: Learning rate and delay of the update; `None` where it changes nothing.
+    """
+
+    due: dict[int, Tensor]
+    late: dict[int, Tensor]
+    before: dict[int, Tensor] = field(default_factory=dict)
+    rates: tuple[float, float] | None = None
 
 
 class Weights:
@@ -46,6 +65,8 @@ class Weights:
         """Entries of the optimizer's groups, which stay as they are."""
         self.shards: Shards | None = None
         """Who steps which weights, where copies of the stage divide them."""
+        self._late_rows: dict[int, _LateRows] = {}
+        """By update, from the start of its sum to `update_late_rows`."""
 
     def divide(self, owners: Sequence[int], *, copy: int, num_copies: int, num_buckets: int) -> None:
         """Step only what one of the copies that divide the weights steps, and drop the optimizer's state of others. Between windows only.
@@ -71,6 +92,7 @@ class Weights:
 
     def end_window(self) -> None:
         """Keep only the newest version and put it into the module."""
+        assert not self._late_rows, f"rows of updates {sorted(self._late_rows)} are not stepped"
         self.versions.end_window()
         self.gradients.end_window(stage=self.module.stage)
 
@@ -98,10 +120,15 @@ class Weights:
         self.gradients.bind(update, version if self.versions.separate else 0, leaves)
         return leaves
 
-    def squared_norm(self, update: int) -> Tensor:
-        """Return the sum of squares of an update's unshared gradients, in float64; of those that this copy steps, once they are summed."""
+    def squared_norm(self, update: int, *, late: bool = False) -> Tensor:
+        """Return the sum of squares of an update's unshared gradients, in float64; of those that this copy steps, once they are summed.
+
+        Weights with late rows count in `late` alone, when these are summed.
+        """
         gradients = self.gradients.of(update)
-        return squared_norm([gradient for at in self.shared.unshared if (gradient := gradients[at]) is not None], on=self.on)
+        of_late = self._late_rows[update].due if update in self._late_rows else {}
+        members = [at for at in self.shared.unshared if (at in of_late) == late]
+        return squared_norm([gradient for at in members if (gradient := gradients[at]) is not None], on=self.on)
 
     @contextmanager
     def when_complete(self, version: int, buckets: Sequence[Bucket], act: Callable[[Bucket], None]) -> Iterator[None]:
@@ -129,8 +156,12 @@ class Weights:
             for hook in hooks:
                 hook.remove()
 
-    def flat_gradients(self, update: int, batches: Iterable[Batch], bucket: Bucket = WHOLE) -> Tensor:
+    def flat_gradients(
+        self, update: int, batches: Iterable[Batch], bucket: Bucket = WHOLE, *, readers: Iterable[Batch] | None = None
+    ) -> Tensor:
         """Return an update's gradients as one vector; of what is looked up, the rows that its microbatches, which are `batches`, read.
+
+        With `readers`, those that read the new version, it has the rows that these look up, and `late_gradients` the others.
 
         Raises:
             ConfigError: A layer has read others in the first update of a window, in which this is checked.
@@ -139,7 +170,18 @@ class Weights:
         rows = self.lookups.rows(batches, of=members) if self.lookups else {}
         if rows and not update:
             self.lookups.check(self.gradients.gradients(update, list(rows)), rows)
+        if readers is not None:
+            due = self.lookups.all_rows(readers, of=members)
+            touched = {at: rows.get(at, torch.arange(num_rows)) for at, num_rows in self.lookups.num_rows.items() if at in due}
+            is_due = {at: torch.isin(of_weight, due[at], assume_unique=True) for at, of_weight in touched.items()}
+            rows = {at: of_weight[is_due[at]] for at, of_weight in touched.items()}
+            late = {at: of_weight[~is_due[at]] for at, of_weight in touched.items()}
+            self._late_rows[update] = _LateRows({at: of_weight.to(self.on) for at, of_weight in due.items()}, late)
         return self.gradients.flatten(update, rows, bucket)
+
+    def late_gradients(self, update: int, bucket: Bucket = WHOLE) -> Tensor:
+        """Return the rows of an update's gradients that `flat_gradients` has left out, as one vector."""
+        return self.gradients.flatten(update, self._late_rows[update].late, bucket, late=True)
 
     def shared_gradients(self, update: int) -> Tensor:
         """Return an update's shared gradients as a vector, to be summed over the tie."""
@@ -158,6 +200,8 @@ class Weights:
     ) -> None:
         """Make version `update + 1` from version `update`, and drop its gradients; of weights that copies divide, until `receive`, a part.
 
+        Of weights with late rows, only what the readers look up has its new value until `update_late_rows`.
+
         Args:
             update: Number of the update in the window.
             scale: Factor that clips the gradients.
@@ -168,6 +212,9 @@ class Weights:
             delay: Updates by which the gradients are late, the mean over all copies of the stage.
         """
         gradients = self.gradients.pop(update)
+        late = self._late_rows.get(update)
+        if late is not None:
+            self.gradients.keep(update, {at: gradients[at] for at in late.due})
         if shared is not None:
             self.shared.unpack(shared, gradients)
         if keep_old:
@@ -177,17 +224,52 @@ class Weights:
             for at in self.shared.unshared if isinstance(scale, Tensor) or scale != 1.0 else ():
                 if (gradient := gradients[at]) is not None:
                     gradient.mul_(scale)
-            for master, gradient in zip(self.masters, gradients, strict=True):
-                master.grad = gradient
-            for group in self.optimizer.param_groups:
-                group["lr"] = learning_rate * group.get(RATE_FACTOR, 1.0)
-            if isinstance(self.optimizer, LateGradients):
-                self.optimizer.delay = delay
-            self.optimizer.step()
-            for master in self.masters:
-                master.grad = None
+            self._set_rates(learning_rate, delay)
+            if late is not None:
+                late.rates = learning_rate, delay
+                self._step_due(late, gradients)
+            self._step(gradients)
         if self.shards is None:
             self._advance(update, keep_old=keep_old)
+
+    def _set_rates(self, learning_rate: float, delay: float) -> None:
+        assert self.optimizer is not None, "there are weights to step"
+        for group in self.optimizer.param_groups:
+            group["lr"] = learning_rate * group.get(RATE_FACTOR, 1.0)
+        if isinstance(self.optimizer, LateGradients):
+            self.optimizer.delay = delay
+
+    def _step(self, gradients: Sequence[Tensor | None]) -> None:
+        assert self.optimizer is not None, "there are weights to step"
+        for master, gradient in zip(self.masters, gradients, strict=True):
+            master.grad = gradient
+        self.optimizer.step()
+        for master in self.masters:
+            master.grad = None
+
+    def _step_due(self, late: _LateRows, gradients: list[Tensor | None]) -> None:
+        """Give rows the values that they will have, and take the gradients of their weights out of the list."""
+        assert self.optimizer is not None, "there are weights to step"
+        for at, rows in late.due.items():
+            master, gradient = self.masters[at], gradients[at]
+            gradients[at] = None
+            if gradient is not None:
+                master.grad = gradient
+                values = stepped_rows(self.optimizer, master, rows)
+                master.grad = None
+                late.before[at] = master.data.index_select(0, rows)
+                master.data.index_copy_(0, rows, values)
+
+    def update_late_rows(self, update: int) -> None:
+        """Step weights of which only some rows have been stepped, once all their gradients are summed."""
+        late, gradients = self._late_rows.pop(update), self.gradients.pop(update)
+        if late.rates is None or all(gradient is None for gradient in gradients):
+            return
+        for at, values in late.before.items():
+            self.masters[at].data.index_copy_(0, late.due[at], values)
+        self._set_rates(*late.rates)
+        self._step(gradients)
+        self.versions.renew(late.due)
 
     def _advance(self, update: int, *, keep_old: bool) -> None:
         self.versions.set_newest(update + 1)

@@ -95,7 +95,7 @@ class TcpSumGroup:
 
 
 def _identity(collective: Collective, number: int) -> int:
-    text = f"{collective.kind} {collective.stage} {collective.update} {collective.part} {collective.devices} {number}"
+    text = f"{collective.kind} {collective.stage} {collective.update} {collective.part} {collective.rows} {collective.devices} {number}"
     return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "little")
 
 

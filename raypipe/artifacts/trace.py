@@ -14,7 +14,7 @@ from typing import Any, ClassVar, NamedTuple
 
 from raypipe.artifacts import codec
 from raypipe.errors import FormatError, ScheduleError
-from raypipe.schedules.collectives import Await, Collective, CollectiveKind, Start
+from raypipe.schedules.collectives import Await, Collective, CollectiveKind, Start, SumRows
 from raypipe.schedules.ir import Op, OpKind
 from raypipe.schedules.lower import Compute, DeviceProgram, Direction, Message, Recv, Send
 from raypipe.schedules.text import parse_op
@@ -25,7 +25,9 @@ _MOST_SECONDS = 1e12
 _COLUMNS = ("device", "kind", "name", "start_s", "end_s", "bytes", "sender")
 
 _MESSAGE = re.compile(r"(activation|gradient) (\d{1,9})->(\d{1,9}) of microbatch (\d{1,9})(?:\.(\d{1,9}))?", re.ASCII)
-_COLLECTIVE = re.compile(r"(\w+)(?: of (?:stage|tie) (\d{1,9}))? for update (\d{1,9})(?:, bucket (\d{1,9}) of (\d{1,9}))?", re.ASCII)
+_COLLECTIVE = re.compile(
+    r"(\w+)(?: of (?:stage|tie) (\d{1,9}))? for update (\d{1,9})(?:, bucket (\d{1,9}) of (\d{1,9}))?(?:, (due|late) rows)?", re.ASCII
+)
 
 
 SpanItem = tuple[Op, ...] | Message | Collective | str
@@ -446,5 +448,7 @@ def _parse_item(name: str, pipelines: Mapping[int, int]) -> SpanItem:
         direction, source, target, index, part = match.groups()
         return Message(Direction(direction), int(source), int(target), int(index), pipelines.get(int(index), 0), int(part or 0))
     if (match := _COLLECTIVE.fullmatch(name)) is not None and match[1] in frozenset(CollectiveKind):
-        return Collective(CollectiveKind(match[1]), int(match[2] or 0), int(match[3]), int(match[4] or 0), (), int(match[5] or 1))
+        kind, stage, update, part, num_parts, rows = match.groups()
+        rows_of = SumRows(rows or SumRows.ALL)
+        return Collective(CollectiveKind(kind), int(stage or 0), int(update), int(part or 0), (), int(num_parts or 1), rows=rows_of)
     return name

@@ -11,7 +11,7 @@ from tests.processes.process_ends import Make, all_channels
 from tests.processes.transport_contract import together
 
 
-def over_tcp(run: LocalPipeline, make: Make, prefix: str) -> Outcome:
+def over_tcp(run: LocalPipeline, make: Make, prefix: str, **changed: Any) -> Outcome:
     num_devices = len(run.executors)
     settings: dict[str, Any] = {
         "names": tuple(f"device-{device}" for device in range(num_devices)),
@@ -19,7 +19,7 @@ def over_tcp(run: LocalPipeline, make: Make, prefix: str) -> Outcome:
         "channels": all_channels(num_devices),
         "prefix": prefix,
         "connect_timeout_s": 20.0,
-    }
+    } | changed
     ends = [make(device, num_devices, **settings) for device in range(num_devices)]
     together(*(end.connect for end in ends))
     for executor, end in zip(run.executors, ends, strict=True):

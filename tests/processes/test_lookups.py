@@ -8,7 +8,10 @@ import pytest
 import torch
 
 from raypipe.actors.transport.protocol import Places
-from tests.lookups import COPIES, check_same_bits, dense, pipeline, table_gpt
+from raypipe.communication import policy
+from raypipe.communication.policy import Communication
+from raypipe.schedules.passes import late_updates
+from tests.lookups import COPIES, Outcome, check_same_bits, dense, pipeline, table_gpt
 from tests.processes.over_tcp import over_tcp
 from tests.processes.process_ends import Make
 from tests.processes.transport_contract import gradients, together
@@ -32,6 +35,35 @@ def test_rows_give_the_bits_of_whole_gradients_in_buckets(make: Make, copies: in
     )
     check_same_bits(rows, whole)
     assert sum(rows.sum_bytes) < sum(whole.sum_bytes)
+
+
+@pytest.mark.parametrize("copies", [2, 3, 4])
+@pytest.mark.parametrize(
+    ("least_bytes", "communication", "buckets"),
+    [(1001, Communication(chunk_s=1e-15), 1), (1, Communication(chunk_s=100.0), 3), (1, Communication(scheduled=False), 1)],
+    ids=["odd", "huge", "unscheduled"],
+)
+def test_late_rows_give_the_bits_of_rows_that_are_due_together(
+    make: Make, monkeypatch: pytest.MonkeyPatch, copies: int, least_bytes: int, communication: Communication, buckets: int
+) -> None:
+    monkeypatch.setattr(policy, "LEAST_CHUNK_BYTES", least_bytes)
+
+    def found(*late_rows: int) -> Outcome:
+        run = pipeline(
+            table_gpt(),
+            "pipedream-2bw",
+            num_pipelines=1,
+            copies=copies,
+            num_updates=4,
+            buckets=buckets,
+            late_rows=late_rows,
+            max_grad_norm=None,
+            change=late_updates,
+        )
+        assert any(program.has_late_rows for program in run.programs) == bool(late_rows)
+        return over_tcp(run, make, f"late-{copies}-{least_bytes}-{communication}-{late_rows}", communication=communication)
+
+    check_same_bits(found(0), found())
 
 
 @pytest.mark.parametrize("num_members", [2, 3, 4])

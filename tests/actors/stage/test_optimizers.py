@@ -11,9 +11,10 @@ from torch import nn
 
 from raypipe.actors.execution.report import mean_losses
 from raypipe.actors.local import LocalPipeline
+from raypipe.actors.stage.joined_optimizer import JoinedOptimizer
 from raypipe.actors.stage.module import StageModule
 from raypipe.actors.stage.named_weights import NamedWeights
-from raypipe.actors.stage.optimizers import JoinedOptimizer, build_optimizer, check_optimizer, check_patterns
+from raypipe.actors.stage.optimizers import build_optimizer, check_optimizer, check_patterns
 from raypipe.actors.stage.state import export_layers
 from raypipe.actors.stage.weights import Weights
 from raypipe.artifacts.cut import Cut
