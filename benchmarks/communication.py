@@ -26,13 +26,14 @@ Ablations of raypipe, each with all of those before:
     allreduce       each U where its version is first read; sums in chunks, by deadline, among what goes to one peer; whole gradients
     point to point  messages first on all of a port, sums leave it at both ends, forwards ahead
     sparse          rows of the table instead of all of it
+    due first       of these, the rows that the next reader looks up
     runtime         chunk sizes and forwards ahead by the rates that are measured; at constant rates the same as before. Both are also
                     printed where every port falls to 0.4 of the rate that was known
 
 Chimera and AMDP on such ports have no baselines: `--rehearse` prints for them, too, what the simulator says of the same programs.
 
 The baselines sum whole gradients. In the cell `table`, the first stage has a table of 20 MB that the model looks up, of which an update
-touches 1.2 MB of rows; "dense" is raypipe with whole gradients.
+touches 1.2 MB of rows, 47 % of which the next reader looks up; "dense" is raypipe with whole gradients, "together" with all due at once.
 
 "Possible" is a baseline over the larger of the busiest device and the busiest port.
 """
@@ -72,7 +73,7 @@ from raypipe.schedules.lower import lower
 from raypipe.schedules.passes import forwards_ahead, late_updates, shard_optimizer
 from raypipe.schedules.validate import validate
 from raypipe.simulation.compiled import CompiledOrder
-from raypipe.simulation.plan_cost import plan_cost, plan_programs
+from raypipe.simulation.plan_cost import late_row_stages, plan_cost, plan_programs
 from raypipe.simulation.simulator import time_order
 from raypipe.training.run_schedules import window_of
 from tests.multinode.cluster import Cluster, cluster
@@ -98,6 +99,7 @@ class Cell:
         devices_per_node: Replicas of a stage are on different nodes.
         table_bytes: Part of the first stage's weights that the model looks up; other stages have none.
         touched_bytes: Rows of the table that an update touches.
+        due_share: Part of these that the next update which reads their new version touches, too.
         port_bytes_per_s: What a port really carries; sums and messages keep their bytes.
         order: Order of raypipe's runs.
         slower: Factor of all seconds, on ports that carry as much less; bytes are the same.
@@ -112,6 +114,7 @@ class Cell:
     devices_per_node: int = 1
     table_bytes: int = 0
     touched_bytes: int = 0
+    due_share: float = 1.0
     port_bytes_per_s: float = PORT_BYTES_PER_S
     order: str = "pipedream-2bw"
     slower: float = 1.0
@@ -142,7 +145,9 @@ class Cell:
         num_rows = max(self.table_bytes // ROW_BYTES, 1)
         # So many rows of a microbatch that those of an update have the bytes asked for.
         touched = 1 - (1 - self.touched_bytes / max(self.table_bytes, 1)) ** (1 / self.num_microbatches)
-        lookups = {"gradient_rows": round(num_rows * touched), "looked_up_rows": num_rows, "looked_up_bytes": self.table_bytes}
+        reread = 1 - (1 - self.due_share) / (1 - self.touched_bytes / max(self.table_bytes, 1))
+        lookups: dict[str, Any] = {"looked_up_rows": num_rows, "looked_up_bytes": self.table_bytes, "reread_share": reread}
+        lookups["gradient_rows"] = round(num_rows * touched)
         layers = [
             LayerProfile(
                 name=f"layer{stage}",
@@ -241,7 +246,7 @@ CELLS = (
     Cell("two-a-node", 4, 2, 8, 0.375, 0.004, 2),
     Cell("messages", 4, 1, 8, 0.0, 0.024),
     Cell("small-sum", 2, 2, 16, 0.05, 0.004),
-    Cell("table", 2, 2, 4, 3.7, 0.004, table_bytes=20_000_000, touched_bytes=1_200_000),
+    Cell("table", 2, 2, 4, 3.7, 0.004, table_bytes=20_000_000, touched_bytes=1_200_000, due_share=0.47),
 )
 
 
@@ -265,6 +270,7 @@ def simulated(cell: Cell) -> dict[str, Any]:
         "c 2bw": _update_s(dense, two_buffers, plain, num_buckets=_NUM_BUCKETS),
         "c 1f1b": _update_s(dense, flushed, plain, num_buckets=_NUM_BUCKETS),
         "dense": _searched(dense)[1] if cell.touched_bytes else searched_s,
+        "together": _searched(replace(cell, due_share=1.0))[1] if cell.due_share < 1 else searched_s,
         "turns": _in_turns_s(cell, late_updates(two_buffers)),
         "zero": _in_turns_s(cell, cell.sharded(two_buffers)),
         "raypipe": searched_s,
@@ -272,7 +278,8 @@ def simulated(cell: Cell) -> dict[str, Any]:
     ablations = {
         "allreduce": _in_turns_s(dense, late_updates(two_buffers), across_peers=False),
         "point to point": seconds["dense"],
-        "sparse": searched_s,
+        "sparse": seconds["together"],
+        "due first": searched_s,
         "runtime": searched_s,
     }
     fallen = replace(cell, port_bytes_per_s=FALLEN * PORT_BYTES_PER_S)
@@ -302,16 +309,20 @@ def _runs(cell: Cell) -> dict[str, tuple[Schedule, str]]:
     """Return the order of each system and the transport that carries it."""
     if cell.order != "pipedream-2bw":
         return {"raypipe": (cell.schedule(cell.order), "tcp")}
-    ahead, _ = _searched(cell)
     two_buffers = cell.schedule("pipedream-2bw")
-    return {
+    together = {"together": (_ahead(replace(cell, due_share=1.0)), "tcp")} if cell.due_share < 1 else {}
+    return together | {
         "a": (two_buffers, "gloo"),
         "a'": (late_updates(two_buffers), "gloo"),
         "b": (cell.schedule("1f1b"), "gloo"),
         "turns": (late_updates(two_buffers), "tcp"),
         "zero": (cell.sharded(two_buffers), "tcp"),
-        "raypipe": (late_updates(forwards_ahead(two_buffers, ahead)), "tcp"),
+        "raypipe": (_ahead(cell), "tcp"),
     }
+
+
+def _ahead(cell: Cell) -> Schedule:
+    return late_updates(forwards_ahead(cell.schedule("pipedream-2bw"), _searched(cell)[0]))
 
 
 def rehearsed(cell: Cell, *, rounds: int, systems: list[str] | None = None) -> dict[str, Any]:
@@ -324,6 +335,7 @@ def rehearsed(cell: Cell, *, rounds: int, systems: list[str] | None = None) -> d
             machines.share([(node, other) for other in others], cell.port_bytes_per_s)
             machines.share([(other, node) for other in others], cell.port_bytes_per_s)
         of = {name: cell if transport == "tcp" else cell.dense for name, (_, transport) in runs.items()}
+        of["together"] = replace(cell, due_share=1.0)
         commands = {name: _command(machines, of[name], name, *each) for name, each in runs.items()}
         overheads = _overheads(machines, cell)
         found = in_rounds(
@@ -342,7 +354,7 @@ def rehearsed(cell: Cell, *, rounds: int, systems: list[str] | None = None) -> d
 
 def _overheads(machines: Cluster, cell: Cell) -> Overheads:
     """Return what Ops take beyond their waits on these nodes, as `raypipe calibrate` fits it, in the cell's order without sums."""
-    alone = replace(cell, sum_share=0.0, table_bytes=0, touched_bytes=0)
+    alone = replace(cell, sum_share=0.0, table_bytes=0, touched_bytes=0, due_share=1.0)
     schedule = alone.schedule(cell.order)
     plan = alone.plan(schedule)
     command = _command(machines, alone, "alone", schedule, "tcp")
@@ -403,7 +415,8 @@ def _update_s(
     cost = replace(plan_cost(plan), communication=communication, overheads=overheads or Overheads())
     if num_buckets > 1:  # a stage of many layers alike, not of one
         cost = replace(cost, stages={place: replace(stage, layers=()) for place, stage in cost.stages.items()})
-    programs = lower(plan.schedule, plan.placement, buckets=[num_buckets] * cell.num_stages)
+    buckets, late_rows = [num_buckets] * cell.num_stages, late_row_stages(plan.profile, plan.cut)
+    programs = lower(plan.schedule, plan.placement, buckets=buckets, late_rows=late_rows)
     return time_order(CompiledOrder(programs), cost).steady_update_s
 
 
@@ -456,7 +469,7 @@ def main() -> int:
     parser.add_argument("--rehearse", action="store_true", help="run the orders on nodes in network namespaces")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--cells", nargs="+", choices=[cell.name for cell in (*CELLS, *OTHER_ORDERS)])
-    parser.add_argument("--systems", nargs="+", choices=["a", "a'", "b", "turns", "zero", "raypipe"], help="those that are rehearsed")
+    parser.add_argument("--systems", nargs="+", help="those that are rehearsed: a a' b turns zero raypipe, of the cell table also together")
     parser.add_argument("--slower", type=float, default=1.0, help="factor of all seconds that are rehearsed, for few cores")
     parser.add_argument("--json", help="file for the results")
     options = parser.parse_args()

@@ -76,6 +76,8 @@ class LayerProfile:
         gradient_rows: Rows of the looked-up weights, such as an embedding's, that the gradient of one microbatch touches; None for all.
         looked_up_rows: All rows of the looked-up weights.
         looked_up_bytes: Size of the looked-up weights, a part of `parameter_bytes`.
+        reread_share: Part of the rows touched by one half of the microbatch that the other half touches, too; None where an update has
+            none that may be summed behind others, as with an optimizer that does not step each number by itself.
         update_s: Seconds of the optimizer's step, once per update.
         low_precision_bytes: Size of low-precision copies of weights that the layer computes with.
         working_bytes: Most temporary bytes beyond what is kept, such as gradients of activations.
@@ -98,6 +100,7 @@ class LayerProfile:
     gradient_rows: NonNegativeInt | None = None
     looked_up_rows: PositiveInt | None = None
     looked_up_bytes: NonNegativeInt | None = None
+    reread_share: Annotated[NonNegativeFloat, Field(le=1)] | None = None
     update_s: NonNegativeFloat | None = None
     low_precision_bytes: NonNegativeInt | None = None
     working_bytes: NonNegativeInt | None = None
@@ -134,6 +137,21 @@ class LayerProfile:
         return math.floor((self.looked_up_bytes or 0) * math.pow(1 - self.gradient_rows / self.looked_up_rows, num_microbatches))
 
     @property
+    def has_late_rows(self) -> bool:
+        """Whether an update may touch rows of looked-up weights that the next update which reads them does not."""
+        return self.reread_share is not None and self.reread_share < 1 and bool(self.looked_up_bytes)
+
+    def late_bytes(self, num_microbatches: float) -> int:
+        """Return the bytes of looked-up weights that an update touches, and the next update that reads them does not.
+
+        A row is touched again because it is frequent, as `reread_share` says, or by chance, as if all rows were equally frequent.
+        """
+        if not self.has_late_rows or self.reread_share is None or not self.looked_up_bytes:
+            return 0
+        touched = self.looked_up_bytes - self.untouched_bytes(num_microbatches)
+        return math.floor(touched * (1 - self.reread_share) * (1 - touched / self.looked_up_bytes))
+
+    @property
     def shared_bytes(self) -> int:
         """Return the size of the weights shared with other layers."""
         if self.tied is None:
@@ -162,7 +180,7 @@ def held_once(layers: Sequence[LayerProfile]) -> list[LayerProfile]:
 
 
 def _without_lookups(layer: LayerProfile) -> LayerProfile:
-    return replace(layer, gradient_rows=None, looked_up_rows=None, looked_up_bytes=None)
+    return replace(layer, gradient_rows=None, looked_up_rows=None, looked_up_bytes=None, reread_share=None)
 
 
 def _without_shared(layer: LayerProfile) -> LayerProfile:

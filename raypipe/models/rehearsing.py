@@ -23,6 +23,7 @@ from raypipe.models.waiting import Entry, mean, sleep
 
 NUMBER_BYTES = 4
 """All tensors are float32."""
+_MOST_LATE_ROWS = 1024
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,7 @@ class LayerWaits:
         num_parameters: Number of parameters whose gradients are summed over replicas.
         num_tied: Part of `num_parameters` that other stages share; equal on all stages of a tie.
         num_weights: Number of weights, alike, that have most of the parameters.
+        num_late: Part of `num_parameters` that is rows of a table which the next reader does not look up.
     """
 
     forward_s: float
@@ -42,14 +44,27 @@ class LayerWaits:
     num_parameters: int
     num_tied: int = 0
     num_weights: int = 1
+    num_late: int = 0
+
+    @property
+    def late_shape(self) -> tuple[int, int]:
+        """Rows and width of what an update touches of the table; the width divides what a sum has to gather into few pieces."""
+        width = -(-self.num_late // _MOST_LATE_ROWS)
+        return (self.num_late // width, width) if width else (0, 0)
 
 
 def rehearsing(
-    *, stages: Sequence[Sequence[LayerWaits]], widths: Mapping[tuple[int, int], int], num_rows: int, ties: Sequence[Sequence[int]] = ()
+    *,
+    stages: Sequence[Sequence[LayerWaits]],
+    widths: Mapping[tuple[int, int], int],
+    num_rows: int,
+    ties: Sequence[Sequence[int]] = (),
+    num_microbatches: int = 1,
 ) -> Model:
     """Return the layers of all stages: `layers_per_stage` gives their numbers; the loss is the mean output.
 
-    Batch field: `inputs`, [rows, 1] of float32; with fewer rows than `num_rows`, stages wait in proportion. `widths` are numbers per row on
+    Batch fields: `inputs`, [rows, 1] of float32, and for layers with late rows `microbatch`, [rows] of its number, of which an update has
+    `num_microbatches`. With fewer rows than `num_rows`, stages wait in proportion. `widths` are numbers per row on
     each edge (source, target); `ties` are groups of stages, whose last layers share `num_tied` parameters. Raises `ConfigError` if several
     stages feed no other.
     """
@@ -63,7 +78,16 @@ def rehearsing(
             first = replace(first, num_parameters=first.num_parameters - 1)  # the entry has one of them
         for number, waits in enumerate((first, *others), 1):
             name = f"stage-{stage}" if number == len(of_stage) else f"stage-{stage}-{number}"
-            layers.append(Layer(name, partial(WaitingLayer, waits, num_rows=num_rows), inputs=inputs))
+            looked_up = {"table": partial(_rows_read, num_rows=waits.late_shape[0], num_microbatches=num_microbatches)}
+            layers.append(
+                Layer(
+                    name,
+                    partial(WaitingLayer, waits, num_rows=num_rows),
+                    inputs=inputs,
+                    batch=("microbatch",) if waits.num_late else (),
+                    looked_up=looked_up if waits.num_late else {},
+                )
+            )
             inputs = (name,)
         layers += [
             Layer(f"port-{source}-{target}", partial(Port, width, num_rows=num_rows), inputs=(f"stage-{stage}",))
@@ -71,6 +95,12 @@ def rehearsing(
             if source == stage
         ]
     return Model(tuple(layers), mean, ties=tuple(tuple((f"stage-{stage}", "tied") for stage in tie) for tie in ties))
+
+
+def _rows_read(microbatch: Tensor, *, num_rows: int, num_microbatches: int) -> Tensor:
+    """Return the rows of an update: one half of the table, and two updates later the other."""
+    half = int(microbatch[0]) // num_microbatches // 2 % 2
+    return torch.arange(half * num_rows, (half + 1) * num_rows)
 
 
 def layers_per_stage(num_waiting: Sequence[int], edges: Sequence[tuple[int, int]]) -> list[int]:
@@ -128,8 +158,8 @@ class Port(nn.Module):
 class WaitingLayer(nn.Module):
     """Waits in forward, input gradient and weight gradient, in proportion to the rows; returns [rows, 1].
 
-    Each wait is in its own autograd branch, so that I and W run one each. Only gradient sums read `ballast` and `tied`: they have no
-    gradients, which would take the memory's time, but their hooks run as if they had.
+    Each wait is in its own autograd branch, so that I and W run one each. Only gradient sums read `ballast`, `tied` and `table`: they have
+    no gradients, which would take the memory's time, but their hooks run as if they had.
     """
 
     def __init__(self, waits: LayerWaits, *, num_rows: int) -> None:
@@ -137,10 +167,12 @@ class WaitingLayer(nn.Module):
         self.waits = waits
         self.num_rows = num_rows
         self.weight = nn.Parameter(torch.zeros(1))
-        num_others = waits.num_parameters - 1 - waits.num_tied
+        late_rows, width = waits.late_shape
+        num_others = waits.num_parameters - 1 - waits.num_tied - late_rows * width
         starts = slice_starts(max(num_others, 0), waits.num_weights)
         self.ballast = nn.ParameterList(torch.zeros(end - start) for start, end in pairwise(starts) if end > start)
         self.tied = nn.Parameter(torch.zeros(waits.num_tied)) if waits.num_tied else None
+        self.table = nn.Parameter(torch.zeros(2 * late_rows, width)) if late_rows else None
         self._zeros: dict[tuple[int, ...], Tensor] = {}
 
     def forward(self, *inputs: Tensor) -> Tensor:
@@ -154,8 +186,12 @@ class WaitingLayer(nn.Module):
         passed: Tensor = _Wait.apply(  # type: ignore[no-untyped-call]
             waits.input_grad_s * part, self._of(rows, 1).detach(), lambda number: self._of(*shapes[number]).detach(), *inputs
         )
+        others = (*self.ballast, self.tied, self.table)
         weight: Tensor = _Wait.apply(  # type: ignore[no-untyped-call]
-            waits.weight_grad_s * part, self._of(1).detach(), partial(self._weight_gradient, (*self.ballast, self.tied)), self.weight
+            waits.weight_grad_s * part,
+            self._of(1).detach(),
+            partial(self._weight_gradient, others),
+            self.weight,
         )
         return passed + weight
 

@@ -20,7 +20,7 @@ from raypipe.schedule_registry import overlaps
 from raypipe.schedules.ir import Schedule
 from raypipe.schedules.lower import lower
 from raypipe.simulation.compiled import CompiledOrder
-from raypipe.simulation.plan_cost import layout_cost, stage_buckets, stepped_shares, weight_versions
+from raypipe.simulation.plan_cost import late_row_stages, layout_cost, stage_buckets, stepped_shares, weight_versions
 from raypipe.simulation.simulator import Timing, time_order
 
 
@@ -170,7 +170,8 @@ class LayoutEvaluator:
         """Return a layout simulated with another order of as many stages on its workers."""
         workers = layout.placement(self.problem)
         assert workers is not None, "a simulated layout can be divided"
-        programs = lower(schedule, workers, buckets=stage_buckets(self.problem.profile, layout.cut(self.problem)))
+        profile, cut = self.problem.profile, layout.cut(self.problem)
+        programs = lower(schedule, workers, buckets=stage_buckets(profile, cut), late_rows=late_row_stages(profile, cut))
         return self._timed(layout, schedule, CompiledOrder(programs))
 
     def _timed(self, layout: Layout, schedule: Schedule, order: CompiledOrder) -> Evaluation:

@@ -20,7 +20,7 @@ from raypipe.schedules.request import ScheduleRequest
 from raypipe.schedules.staleness import StalenessLimits
 from raypipe.schedules.validate import validate
 from raypipe.simulation.compiled import CompiledOrder
-from raypipe.simulation.plan_cost import stage_buckets
+from raypipe.simulation.plan_cost import late_row_stages, stage_buckets
 
 # Raises an `InputError` for a schedule, a placement and rows of a microbatch that cannot be run.
 PlanCheck = Callable[[Schedule, Placement, int], None]
@@ -88,22 +88,24 @@ def _built(problem: Problem, layout: Layout, num_updates: int) -> Schedule:
 
 
 class _Lowered:
-    """A schedule on devices, and its programs for each division of gradients into buckets."""
+    """A schedule on devices, and its programs for each division of gradients into sums."""
 
     def __init__(self, schedule: Schedule, workers: Placement) -> None:
         self.schedule = schedule
         self._workers = workers
-        self._orders: dict[tuple[int, ...], CompiledOrder] = {}
+        self._orders: dict[tuple[tuple[int, ...], tuple[int, ...]], CompiledOrder] = {}
 
     def order(self, problem: Problem, layout: Layout) -> CompiledOrder:
         copied = any(len(members) > 1 for members in self._workers.workers) or len(self.schedule.pipelines) > 1
-        buckets = tuple(stage_buckets(problem.profile, layout.cut(problem))) if copied else ()
-        if buckets not in self._orders:
+        profile, cut = problem.profile, layout.cut(problem)
+        sums = (tuple(stage_buckets(profile, cut)), late_row_stages(profile, cut)) if copied else ((), ())
+        if sums not in self._orders:
             num_devices = sum(map(len, self._workers.workers))
             num_ops = sum(map(len, self.schedule.programs)) * num_devices / len(self._workers.workers)
             stopping.spend(_ITEM_WORK_S * num_ops)
-            self._orders[buckets] = CompiledOrder(lower(self.schedule, self._workers, buckets=buckets))
-        return self._orders[buckets]
+            buckets, late_rows = sums
+            self._orders[sums] = CompiledOrder(lower(self.schedule, self._workers, buckets=buckets, late_rows=late_rows))
+        return self._orders[sums]
 
 
 @dataclass

@@ -150,6 +150,7 @@ def _merged(layers: Sequence[LayerProfile], output_bytes: int, tied: str | None)
         gradient_rows=_total(tables, "gradient_rows") if tables else weighted[0].gradient_rows if len(weighted) == 1 else None,
         looked_up_rows=_total(tables, "looked_up_rows"),
         looked_up_bytes=_total(tables, "looked_up_bytes"),
+        reread_share=_reread_share(tables),
         update_s=sum(updates) if updates else None,
         state_bytes=sum(states) if len(states) == len(held) else None,
         low_precision_bytes=sum(copies) if copies else None,
@@ -160,6 +161,13 @@ def _merged(layers: Sequence[LayerProfile], output_bytes: int, tied: str | None)
 
 def _total(layers: Sequence[LayerProfile], field: str) -> int | None:
     return sum(getattr(layer, field) or 0 for layer in layers) or None
+
+
+def _reread_share(tables: Sequence[LayerProfile]) -> float | None:
+    num_rows, shares = _total(tables, "gradient_rows"), [table.reread_share for table in tables]
+    if num_rows is None or None in shares:
+        return None
+    return sum((table.gradient_rows or 0) * (table.reread_share or 0.0) for table in tables) / num_rows
 
 
 def _tied_bytes(layers: Sequence[LayerProfile]) -> int:

@@ -28,6 +28,7 @@ from raypipe.config import ScalingConfig, TrainConfig
 from raypipe.data.prepare import check_exists
 from raypipe.errors import ConfigError, PlanError
 from raypipe.model import Model
+from raypipe.profiling.late_rows import with_rows_of
 from raypipe.simulation.cost import StageCost
 from raypipe.user_code import located, make_model
 
@@ -139,6 +140,7 @@ def profile_model(
             spreads = tuple(max(layer.spread for layer in layers) for layers in zip(*of_devices, strict=True))
             measured.append(Measured(kind.name, of_kind[0].name, _times(of_devices), spreads))
     profile = model_profile(by_kind[0], model, name=config.model.function, microbatch_size=microbatch_size)
+    profile = with_rows_of(profile, config.optimizer, notice)
     if kinds:
         profile = dataclasses.replace(profile, device_kinds={of_kind.kind: of_kind.times for of_kind in measured})
     return Profiled(profile, tuple(measured))
@@ -229,6 +231,7 @@ def model_profile(measured: Sequence[Sequence[LayerMeasurement]], model: Model, 
             gradient_rows=layer.gradient_rows if layer.looked_up_rows else None,
             looked_up_rows=layer.looked_up_rows or None,
             looked_up_bytes=layer.looked_up_bytes or None,
+            reread_share=layer.reread_share,
             update_s=fmean(one.update_s for one in (layer, *others)),
             low_precision_bytes=layer.low_precision_bytes or None,
             working_bytes=layer.working_bytes,

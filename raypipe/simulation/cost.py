@@ -18,7 +18,7 @@ from raypipe.communication.patterns import Pattern
 from raypipe.communication.policy import Communication
 from raypipe.communication.shards import Loads, gather_loads, reduce_loads
 from raypipe.errors import NoLinkError
-from raypipe.schedules.collectives import Collective, CollectiveKind, Start
+from raypipe.schedules.collectives import Collective, CollectiveKind, Start, SumRows
 from raypipe.schedules.ir import Op, OpKind
 from raypipe.schedules.lower import DeviceProgram, Message
 
@@ -51,6 +51,8 @@ class StageCost:
         kept_bytes: Part of `saved_bytes` that is held from F to R; `None` where there is no R.
         gradient_bytes: Gradients of the weights, held from the first backward of an update to its U.
         untouched_bytes: Part of the gradients that replicas do not sum: rows that no microbatch of an update looks up.
+        late_bytes: Part of the last bucket that may be summed behind the rest, where a collective says so.
+        late_table_bytes: Looked-up weights of the last bucket, whose gradients are held until such a sum has ended.
         shared_bytes: Part of the trained weights that other stages share; all of several owners step it.
         working_bytes: Bytes beyond `saved_bytes` while F, B, W or R runs.
         layers: The layers, in order; where left out, buckets are alike.
@@ -68,6 +70,8 @@ class StageCost:
     kept_bytes: int | None = None
     gradient_bytes: int = 0
     untouched_bytes: int = 0
+    late_bytes: int = 0
+    late_table_bytes: int = 0
     shared_bytes: int = 0
     working_bytes: int = 0
     input_grad_working_bytes: int = 0
@@ -194,8 +198,11 @@ class Cost:
         if collective.kind is CollectiveKind.TIED:
             return self.tied_bytes.get(collective.stage, 0)
         stage = self.stages[collective.devices[0], collective.stage]
+        if collective.rows is SumRows.LATE:
+            return stage.late_bytes
         if collective.kind is CollectiveKind.GRADIENTS:
-            return stage.bucket_bytes(collective.part, collective.num_parts)
+            whole = stage.bucket_bytes(collective.part, collective.num_parts)
+            return whole - (stage.late_bytes if collective.rows is SumRows.DUE else 0)
         return stage.trained_bytes - (stage.shared_bytes if len(collective.owners) == len(collective.devices) else 0)
 
     def loads(self, collective: Collective) -> tuple[Loads, Loads]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from raypipe.schedules.collectives import Collective, CollectiveKind
+from raypipe.schedules.collectives import Collective, CollectiveKind, SumRows
 from raypipe.schedules.ir import Op, OpKind
 from raypipe.schedules.lower import Compute
 from raypipe.simulation.compiled import AWAIT, COMPUTE, START, CompiledOrder
@@ -109,10 +109,13 @@ class _GradientBytes:
 
     def __init__(self, cost: Cost, device: int, microbatches_per_update: int) -> None:
         self.gradient_bytes = {stage: stage_cost.gradient_bytes for (owner, stage), stage_cost in cost.stages.items() if owner == device}
+        self.table_bytes = {stage: stage_cost.late_table_bytes for (owner, stage), stage_cost in cost.stages.items() if owner == device}
         self.weight_bytes = {stage: stage_cost.trained_bytes for (owner, stage), stage_cost in cost.stages.items() if owner == device}
         self.microbatches_per_update = microbatches_per_update
         self.held: set[tuple[int, int]] = set()
         """Stages and updates whose gradients exist."""
+        self.late: set[tuple[int, int]] = set()
+        """Stages and updates of which some rows are summed late."""
 
     def after(self, slot: Compute) -> int:
         change = 0
@@ -128,11 +131,17 @@ class _GradientBytes:
 
     def started(self, collective: Collective) -> tuple[int, int]:
         """Return the bytes needed for a moment, and those held from then on."""
+        if collective.rows is SumRows.LATE:
+            self.late.add((collective.stage, collective.update))
+            return 0, 0
         # Gradients are copied into one vector, which takes their place.
         for_a_moment = self.gradient_bytes[collective.stage] // collective.num_parts if collective.kind is CollectiveKind.GRADIENTS else 0
         return for_a_moment, self.weight_bytes[collective.stage] if collective.kind is CollectiveKind.WEIGHTS else 0
 
     def awaited(self, collective: Collective) -> int:
+        """Return the bytes that are held from then on, beyond those before."""
+        if collective.rows is SumRows.LATE:
+            return -self.table_bytes[collective.stage]
         if collective.kind is not CollectiveKind.WEIGHTS:
             return 0
         return -self.weight_bytes[collective.stage] - self._freed(collective.stage, collective.update)
@@ -141,4 +150,4 @@ class _GradientBytes:
         if (stage, update) not in self.held:
             return 0
         self.held.remove((stage, update))
-        return self.gradient_bytes[stage]
+        return self.gradient_bytes[stage] - (self.table_bytes[stage] if (stage, update) in self.late else 0)

@@ -11,7 +11,7 @@ from raypipe.artifacts.cut import Cut
 from raypipe.artifacts.plan import Plan
 from raypipe.artifacts.profile import LayerProfile, LayerTimes, ModelProfile, held_once, most_working_bytes
 from raypipe.artifacts.topology import ClusterTopology, Device, Overheads, Path
-from raypipe.communication.buckets import num_buckets
+from raypipe.communication.buckets import buckets, num_buckets
 from raypipe.communication.patterns import Pattern
 from raypipe.schedules.ir import OpKind, Schedule, StageReplica
 from raypipe.schedules.lower import DeviceProgram, Placement, lower
@@ -138,9 +138,23 @@ def stage_buckets(profile: ModelProfile, cut: Cut) -> list[int]:
     return [num_buckets(tuple([layer.trained_bytes for layer in layers])) for layers in held]
 
 
+def late_row_stages(profile: ModelProfile, cut: Cut) -> tuple[int, ...]:
+    """Return the stages whose replicas may sum some rows of a looked-up weight behind others, as the profile says."""
+    if not any(layer.has_late_rows for layer in profile.layers):
+        return ()
+    held = (held_once([profile.layers[at] for at in layers]) for layers in cut.stages)
+    return tuple(stage for stage, layers in enumerate(held) if any(layer.has_late_rows for layer in _last_bucket(layers)))
+
+
+def _last_bucket(layers: Sequence[LayerProfile]) -> list[LayerProfile]:
+    layer_bytes = tuple([layer.trained_bytes for layer in layers])
+    return [layers[at] for at in buckets(layer_bytes, num_buckets(layer_bytes))[-1]]
+
+
 def plan_programs(plan: Plan) -> tuple[DeviceProgram, ...]:
     """Return the programs of a plan's devices."""
-    return lower(plan.schedule, plan.placement, buckets=stage_buckets(plan.profile, plan.cut))
+    profile, cut = plan.profile, plan.cut
+    return lower(plan.schedule, plan.placement, buckets=stage_buckets(profile, cut), late_rows=late_row_stages(profile, cut))
 
 
 def crossing_bytes(profile: ModelProfile, cut: Cut) -> dict[tuple[int, int], int]:
@@ -231,6 +245,8 @@ def _stage_cost(
         low_precision_bytes=sum(layer.low_precision_bytes or 0 for layer in held),
         gradient_bytes=round(trained_bytes * GRADIENT_BYTES_PER_PARAMETER_BYTE),
         untouched_bytes=sum(layer.untouched_bytes(num_microbatches * scale) for layer in held),
+        late_bytes=sum(layer.late_bytes(num_microbatches * scale) for layer in _last_bucket(held)),
+        late_table_bytes=sum(layer.looked_up_bytes or 0 for layer in _last_bucket(held)),
         shared_bytes=min(shared_bytes, trained_bytes),
         working_bytes=round(most_working_bytes(profiles) * scale),
         # Autograd keeps the whole graph while the gradients from which W starts pile up.

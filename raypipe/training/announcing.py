@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from raypipe.config import TrainConfig
 from raypipe.planning.staleness_cost import both_halves, drain_s, known_optimizer
+from raypipe.schedules.collectives import late_rows_refusal
 from raypipe.schedules.metrics import metrics
+from raypipe.simulation.plan_cost import late_row_stages
 from raypipe.training.checks import late_remedy
 from raypipe.training.run_cluster import Notice
 from raypipe.training.run_schedules import is_sharded
@@ -27,6 +29,9 @@ def announce(config: TrainConfig, strategy: Strategy, *, num_parameters: int, nu
         window = strategy.predicted
         more_s = drain_s(window.makespan_s, window.steady_update_s, window.num_updates, window.num_updates)
         notice(both_halves(predicted.update_s, mean_delay, known_optimizer(config.optimizer), config.synchronous_share, more_s))
+    for stage in late_row_stages(strategy.plan.profile, strategy.cut):
+        if reason := late_rows_refusal(schedule, stage):
+            notice(f"all rows that an update looks up on stage {stage} are due at once: {reason}")
     if config.scaling.shard_optimizer and not is_sharded(schedule):
         notice(f"scaling.shard_optimizer changes nothing: {schedule.name} has each stage on one device only")
     if mean_delay and (remedy := late_remedy(config.optimizer, mean_delay)):

@@ -10,7 +10,7 @@ from functools import cached_property, partial
 
 import torch
 
-from raypipe.actors.execution.batches import BatchSource, FixedBatch
+from raypipe.actors.execution.batches import BatchSource, row_range
 from raypipe.actors.execution.programs import executable_programs
 from raypipe.actors.orders import BuildOrder
 from raypipe.analysis.comparison import ComparedFigure, compare, median_window
@@ -22,13 +22,14 @@ from raypipe.cluster.node_matching import num_slots
 from raypipe.communication.ways import Wiring
 from raypipe.config import ClusterConfig, OptimizerConfig, ScalingConfig
 from raypipe.errors import ConfigError, PlanError
+from raypipe.model import Batch
 from raypipe.models.rehearsing import NUMBER_BYTES, LayerWaits, WaitingOptimizer, layers_per_stage, rehearsing
 from raypipe.planning.sum_patterns import SumPatterns
 from raypipe.schedules.ir import OpKind, Schedule
 from raypipe.schedules.lower import DeviceProgram
 from raypipe.schedules.passes import one_of_repeated
 from raypipe.simulation.cost import Cost, LayerCost, StageCost
-from raypipe.simulation.plan_cost import plan_cost, stage_buckets
+from raypipe.simulation.plan_cost import late_row_stages, plan_cost, stage_buckets
 from raypipe.simulation.simulator import simulate_programs
 from raypipe.training.checks import check_links, least_rows
 from raypipe.training.run_cluster import stage_actors
@@ -68,8 +69,18 @@ class Rehearsal:
         return self.figures[0].error
 
 
-def _same_rows(_split: str, *, num_rows: int) -> BatchSource:
-    return FixedBatch({"inputs": torch.zeros(num_rows, 1)})
+@dataclass(frozen=True)
+class _Rows:
+    """Rows of zeros, each with the number of its microbatch."""
+
+    num_rows: int
+
+    def __call__(self, split: str) -> BatchSource:
+        return self
+
+    def batch(self, microbatch: int, rows: tuple[float, float]) -> Batch:
+        first, end = row_range(rows, self.num_rows)
+        return {"inputs": torch.zeros(end - first, 1), "microbatch": torch.full((end - first,), microbatch)}
 
 
 def rehearse(
@@ -104,7 +115,7 @@ def rehearse(
         raise PlanError(f"stages {', '.join(map(str, schedule.graph.sinks))} of the plan feed no other; a rehearsal takes one loss")
     check_links(plan, scaling.transport)
     buckets = stage_buckets(plan.profile, plan.cut)
-    programs = executable_programs(schedule, plan.placement, buckets)
+    programs = executable_programs(schedule, plan.placement, buckets, late_row_stages(plan.profile, plan.cut))
     scaled = _Scaled(plan, schedule, programs, buckets, time_scale=time_scale, byte_scale=byte_scale)
     predicted = simulate_programs(programs, scaled.cost, name=plan.name, num_updates=schedule.num_updates, with_memory=False)
     predicted = dataclasses.replace(predicted, branches=plan.branches)
@@ -160,8 +171,15 @@ class _Scaled:
     def order(self, device: int) -> BuildOrder:
         waits = tuple(self._waits(device, stage) for stage in range(self.schedule.num_stages))
         return BuildOrder(
-            model=partial(rehearsing, stages=waits, widths=self.widths, num_rows=self.num_rows, ties=self.schedule.graph.ties),
-            batches=partial(_same_rows, num_rows=self.num_rows),
+            model=partial(
+                rehearsing,
+                stages=waits,
+                widths=self.widths,
+                num_rows=self.num_rows,
+                ties=self.schedule.graph.ties,
+                num_microbatches=self.schedule.num_microbatches,
+            ),
+            batches=_Rows(self.num_rows),
             cut=self.cut,
             weight_rule=self.schedule.weight_rule,
             optimizer=OptimizerConfig(max_grad_norm=None),
@@ -182,6 +200,7 @@ class _Scaled:
         # Weights only matter where their copies are summed or published.
         workers = [copy.worker for copy in self.schedule.replicas[stage]]
         num_copies = sum(len(self.plan.placement.workers[worker]) for worker in workers)
+        has_late_rows = num_copies > 1 and stage in late_row_stages(self.plan.profile, self.plan.cut)
         apart_s = cost.split_s if stage in self.split_stages else 0.0
         shares = [layer.backward_s / cost.backward_s if cost.backward_s else 1 / len(cost.layers) for layer in cost.layers]
         return tuple(
@@ -192,6 +211,8 @@ class _Scaled:
                 num_parameters=max(layer.gradient_bytes // NUMBER_BYTES, 1) if num_copies > 1 else 1,
                 num_tied=num_tied if number == len(cost.layers) else 0,
                 num_weights=num_copies if stage in self.schedule.published_stages else 1,
+                # The last bucket is the first layer.
+                num_late=cost.late_bytes // NUMBER_BYTES if number == 1 and has_late_rows else 0,
             )
             for number, (layer, share) in enumerate(zip(cost.layers, shares, strict=True), 1)
         )
@@ -222,6 +243,7 @@ def _scaled(cost: Cost, buckets: Sequence[int], edge_bytes: Mapping[tuple[int, i
             parameter_bytes=round(stage.summed_bytes * byte_scale),
             frozen_bytes=0,
             untouched_bytes=0,
+            late_bytes=round(stage.late_bytes * byte_scale),
             layers=tuple(_layers(stage, buckets[place[1]], time_scale, byte_scale)),
         )
         for place, stage in cost.stages.items()

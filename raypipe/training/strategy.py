@@ -28,7 +28,7 @@ from raypipe.schedules.lower import DeviceProgram, Placement, check_whole_losses
 from raypipe.schedules.passes import evaluation
 from raypipe.schedules.validate import validate
 from raypipe.simulation.compiled import CompiledOrder
-from raypipe.simulation.plan_cost import plan_cost, plan_programs, stage_buckets
+from raypipe.simulation.plan_cost import late_row_stages, plan_cost, plan_programs, stage_buckets
 from raypipe.simulation.simulator import Timing, simulate, time_order
 from raypipe.training.checks import (
     check_alike,
@@ -133,8 +133,9 @@ class Strategy(ABC):
             if schedule.graph != graph:
                 self.schedules[size] = dataclasses.replace(schedule, graph=graph)
             validate(self.schedules[size])
-        buckets = stage_buckets(self.plan.profile, self.plan.cut)
-        programs = {f"train-{size}": executable_programs(schedule, self.placement, buckets) for size, schedule in self.schedules.items()}
+        profile, cut = self.plan.profile, self.plan.cut
+        lowered = partial(executable_programs, buckets=stage_buckets(profile, cut), late_rows=late_row_stages(profile, cut))
+        programs = {f"train-{size}": lowered(schedule, self.placement) for size, schedule in self.schedules.items()}
         if count := self.num_validation_microbatches:
             programs["evaluate"] = executable_programs(evaluation(self.schedule, num_microbatches=count), self.placement)
         programs["predict"] = executable_programs(evaluation(self.schedule, num_microbatches=1), self.placement)

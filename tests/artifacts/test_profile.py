@@ -8,6 +8,7 @@ import pickle
 import random
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -62,6 +63,7 @@ def layer_profiles(draw: st.DrawFn, name: str) -> LayerProfile:
         gradient_rows=draw(st.none() | st.integers(0, looked_up_rows or 2**63 - 1)),
         looked_up_rows=looked_up_rows,
         looked_up_bytes=draw(st.none() | st.integers(0, parameter_bytes - (frozen_bytes or 0))),
+        reread_share=draw(st.none() | st.floats(0, 1)),
         low_precision_bytes=draw(st.none() | amounts),
         frozen_bytes=frozen_bytes,
         working_bytes=draw(st.none() | amounts),
@@ -172,6 +174,7 @@ def change(*steps: str | int, to: object) -> Callable[[Any], None]:
         (change("layers", 1, "saved_bytes", to=-1), "layers[1].saved_bytes", "expected a number >= 0, got -1"),
         (change("layers", 1, "gradient_rows", to=-1), "layers[1].gradient_rows", "expected a number >= 0, got -1"),
         (change("layers", 0, "looked_up_rows", to=127), "layers[0].gradient_rows", "128 is more than looked_up_rows, 127"),
+        (change("layers", 1, "reread_share", to=1.5), "layers[1].reread_share", "expected a number"),
         (change("layers", 0, "looked_up_bytes", to=41), "layers[0].looked_up_bytes", "41 is more than the trained bytes, 40"),
         (change("layers", 1, "forwrd_s", to=1), "layers[1].forwrd_s", "unknown key; did you mean 'forward_s'?"),
         (change("edge", to=[]), "edge", "unknown key; did you mean 'edges'?"),
@@ -231,3 +234,55 @@ def test_as_many_rows_stay_untouched_as_microbatches_of_random_rows_leave() -> N
     updates = [{row for _ in range(num_microbatches) for row in rng.sample(range(num_rows), touched)} for _ in range(200)]
     assert layer.untouched_bytes(num_microbatches) == pytest.approx(4 * (num_rows - fmean(map(len, updates))), rel=0.01)
     assert replace(layer, looked_up_rows=None).untouched_bytes(num_microbatches) == 0
+
+
+def test_rows_that_no_reader_touches_again_are_late() -> None:
+    table = LayerProfile(
+        name="table",
+        forward_s=0,
+        backward_s=0,
+        weight_grad_s=0,
+        output_bytes=0,
+        saved_bytes=0,
+        parameter_bytes=4000,
+        gradient_rows=50,
+        looked_up_rows=100,
+        looked_up_bytes=4000,
+        reread_share=0.25,
+    )
+    # One microbatch touches half of the rows, two three quarters.
+    assert [table.late_bytes(num) for num in (1, 2)] == [0.75 * 0.5 * 2000, int(0.75 * 0.25 * 3000)]
+    few = replace(table, gradient_rows=10)
+    assert few.late_bytes(1) == 0.75 * 0.9 * 400
+    assert not replace(few, reread_share=None).late_bytes(1)
+    assert not replace(few, reread_share=1.0).has_late_rows
+    assert not replace(few, looked_up_bytes=None).late_bytes(1)
+
+
+@pytest.mark.parametrize("power", [0.0, 0.5, 1.0])
+def test_the_rows_that_are_due_are_at_least_those_that_are_touched_again(power: float) -> None:
+    rng = random.Random(0)
+    # The n-th row is touched in proportion to n^-power.
+    num_rows, half, num_halves, num_microbatches = 5000, 200, 64, 4
+    rows = rng.choices(range(num_rows), [(row + 1) ** -power for row in range(num_rows)], k=num_halves * half)
+
+    def touched(size: int) -> list[set[int]]:
+        return [set(rows[at : at + size]) for at in range(0, len(rows), size)]
+
+    halves, microbatches, updates = touched(half), touched(2 * half), touched(2 * half * num_microbatches)
+    table = LayerProfile(
+        name="table",
+        forward_s=0,
+        backward_s=0,
+        weight_grad_s=0,
+        output_bytes=0,
+        saved_bytes=0,
+        parameter_bytes=4 * num_rows,
+        gradient_rows=round(fmean(map(len, microbatches))),
+        looked_up_rows=num_rows,
+        looked_up_bytes=4 * num_rows,
+        reread_share=fmean(len(one & other) / len(one) for one, other in pairwise(halves)),
+    )
+    due = (4 * num_rows - table.untouched_bytes(num_microbatches) - table.late_bytes(num_microbatches)) / 4
+    again = fmean(len(one & other) for one, other in pairwise(updates))
+    assert 0.97 * again < due < 2.5 * again

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import pytest
 import torch
 
 from raypipe.actors.stage.checkpoint import Checkpoint
-from raypipe.config import OptimizerConfig, RunConfig, ScalingConfig, ScheduleConfig, Transport
+from raypipe.artifacts.plan import Plan
+from raypipe.config import DataConfig, OptimizerConfig, RunConfig, ScalingConfig, ScheduleConfig, Transport
 from raypipe.model import Model
 from raypipe.schedules.catalogue import build
 from raypipe.schedules.request import ScheduleRequest
+from raypipe.simulation.plan_cost import plan_programs
+from raypipe.training.result import Result
 from raypipe.training.trainer import Trainer
 from tests.actors.oracles import RandomTokens
 from tests.lookups import dense, table_gpt
@@ -61,7 +65,55 @@ def test_rows_give_the_bits_of_whole_gradients(tmp_path: Path, name: str, shares
         for model in (table_gpt, dense_gpt)
     ]
     assert results[0].losses == results[1].losses
-    first, second = (Checkpoint.open(result.checkpoint.path) for result in results)
+    check_equal_checkpoints(*results)
+
+
+def test_late_rows_give_the_weights_of_rows_that_are_due_together(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    node, shares = this_node(), ((0.5, 0.5), (1.0,))
+    profile = profile_of(table_gpt(), rows("train").batch(0, (0.0, 1.0)))
+    assert profile.layers[0].has_late_rows
+    schedule, workers = build("pipedream-2bw", ScheduleRequest(2, 4, 4)), in_turn(node, shares)
+    plan = plan_of(profile, lab({node: 3}), schedule, workers, sizes=(1, 2), microbatch_size=NUM_ROWS)
+    together = dataclasses.replace(profile, layers=tuple(dataclasses.replace(layer, reread_share=None) for layer in profile.layers))
+
+    def trained(name: str, of_plan: Plan, *, max_grad_norm: float | None, num_updates: int = 12, resume: bool = False) -> Result:
+        path = tmp_path / f"{name}.json"
+        of_plan.save(path)
+        return Trainer(
+            table_gpt,
+            batches=rows,
+            data_config=DataConfig(num_validation_microbatches=2),
+            schedule_config=ScheduleConfig(updates_per_window=4),
+            optimizer_config=OptimizerConfig(max_grad_norm=max_grad_norm),
+            scaling_config=ScalingConfig(transport=Transport.TCP),
+            run_config=RunConfig(name=name, storage_path=str(tmp_path), num_updates=num_updates, evaluate_every=4, checkpoint_every=4),
+            plan=str(path),
+        ).fit(resume=resume)
+
+    late = trained("late", plan, max_grad_norm=None)
+    expected = trained("together", dataclasses.replace(plan, profile=together, profile_digest=together.digest), max_grad_norm=None)
+    assert has_late_rows(late)
+    assert not has_late_rows(expected)
+    assert late.losses == expected.losses
+    assert late.validation_losses == expected.validation_losses
+    check_equal_checkpoints(late, expected)
+
+    trained("halves", plan, max_grad_norm=None, num_updates=8)
+    resumed = trained("halves", plan, max_grad_norm=None, resume=True)
+    assert resumed.losses == expected.losses[8:]
+    check_equal_checkpoints(resumed, expected)
+
+    clipped = trained("clipped", plan, max_grad_norm=0.5, num_updates=4)
+    assert not has_late_rows(clipped)
+    assert "max_grad_norm limits a norm" in capsys.readouterr().err
+
+
+def has_late_rows(result: Result) -> bool:
+    return any(program.has_late_rows for program in plan_programs(result.plan))
+
+
+def check_equal_checkpoints(one: Result, other: Result) -> None:
+    first, second = (Checkpoint.open(result.checkpoint.path) for result in (one, other))
     for index in range(len(table_gpt().layers)):
         saved, expected = first.load_layer(index), second.load_layer(index)
         assert saved.keys() == expected.keys()

@@ -242,3 +242,32 @@ def test_the_command_refuses_bad_input(file: Path, capsys: pytest.CaptureFixture
     output = capsys.readouterr()
     assert output.out == ""
     assert problem in output.err
+
+
+def test_late_rows_are_rehearsed_with_the_bytes_that_are_planned() -> None:
+    base = plan([(0.5, 0.5), (1.0,)], build("pipedream-2bw", ScheduleRequest(2, 4, 5)))
+    table = dataclasses.replace(base.profile.layers[0], gradient_rows=20, looked_up_rows=1000, looked_up_bytes=30_000, reread_share=0.5)
+    profile = dataclasses.replace(base.profile, layers=(table, *base.profile.layers[1:]))
+    done = rehearse(
+        dataclasses.replace(base, profile=profile), num_windows=1, time_scale=0.1, scaling=ScalingConfig(transport=Transport.TCP)
+    )
+
+    def num_bytes(trace: Trace) -> dict[tuple[int, str], int]:
+        sums = [span for span in trace.spans if span.kind is SpanKind.COLLECTIVE and span.name.startswith("gradients of stage 0")]
+        return {(span.device, span.name): span.bytes for span in sums}
+
+    found, planned = num_bytes(done.trace), num_bytes(done.predicted)
+    awaited = [name for device, name in found if device == 0]
+    assert [name.removeprefix("gradients of stage 0 for update ") for name in awaited] == [
+        "0, due rows",
+        "0, late rows",
+        "1, due rows",
+        "1, late rows",
+        "2, due rows",
+        "2, late rows",
+        "3",
+        "4",
+    ]
+    for key, planned_bytes in planned.items():
+        # Besides, a sum has one number for each weight.
+        assert abs(found[key] - planned_bytes) < 100

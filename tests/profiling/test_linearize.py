@@ -243,6 +243,10 @@ def test_rows_that_merged_layers_look_up_are_added() -> None:
     assert (merged.gradient_rows, merged.looked_up_rows, merged.looked_up_bytes) == (6, 10, 2 * table.parameter_bytes)
     one = linearize(dag("ab ac bd cd", b=table)).profile.layers[1]
     assert (one.gradient_rows, one.looked_up_rows, one.looked_up_bytes) == (3, 5, table.parameter_bytes)
+    assert merged.reread_share is None
+    shares = {"b": replace(table, reread_share=0.5), "c": replace(table, name="c", gradient_rows=1, reread_share=0.1)}
+    one = linearize(dag("ab ac bd cd", **shares)).profile.layers[1]
+    assert one.reread_share == pytest.approx((3 * 0.5 + 0.1) / 4)
 
 
 def ties(edges: str, **tied: str) -> list[str | None]:
