@@ -172,7 +172,7 @@ class Weights:
             self.lookups.check(self.gradients.gradients(update, list(rows)), rows)
         if readers is not None:
             due = self.lookups.all_rows(readers, of=members)
-            touched = {at: rows.get(at, torch.arange(num_rows)) for at, num_rows in self.lookups.num_rows.items() if at in due}
+            touched = {at: rows.get(at, torch.arange(self.lookups.num_rows[at], device=due[at].device)) for at in due}
             is_due = {at: torch.isin(of_weight, due[at], assume_unique=True) for at, of_weight in touched.items()}
             rows = {at: of_weight[is_due[at]] for at, of_weight in touched.items()}
             late = {at: of_weight[~is_due[at]] for at, of_weight in touched.items()}
