@@ -86,6 +86,8 @@ def _passed_on(name: str) -> Callable[..., Any]:
 
 
 def _load(pickled: bytes) -> BuildOrder:
+    import pyarrow.dataset  # noqa: F401, PLC0415  # else imported when the first file is read
+
     import raypipe.actors.actor  # noqa: F401, PLC0415
     from raypipe.actors.stage.optimizers import check_optimizer  # noqa: PLC0415
 

@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
-import ray
 
 from raypipe.cluster.slots import DeviceSlot
 from raypipe.cluster.spares import Spares
@@ -23,25 +22,20 @@ class Watched:
 
 
 def watch_spares(monkeypatch: pytest.MonkeyPatch) -> Watched:
-    """Let no place be taken before all spare processes are ready; return what becomes of them."""
+    """Let recoveries wait for spare processes that load, however busy the machine is; return what becomes of them."""
     watched, keep, take = Watched(), Spares.keep, Spares.take
 
     def keep_noted(spares: Spares, wanted: Mapping[Any, int], order: Callable[[], Any], *, is_urgent: bool = False) -> None:
         keep(spares, wanted, order, is_urgent=is_urgent)
-        watched.started += [spare.handle for spare in _waiting(spares) if spare.handle not in watched.started]
+        waiting = [spare.handle for of_node in spares._waiting.values() for spare in of_node]
+        watched.started += [handle for handle in waiting if handle not in watched.started]
 
-    def take_when_ready(spares: Spares, slots: Mapping[int, DeviceSlot]) -> dict[int, Any]:
-        loading = [spare.prepared for spare in _waiting(spares) if spare.prepared is not None]
-        if loading:
-            ray.wait(loading, num_returns=len(loading), timeout=60.0)
+    def take_noted(spares: Spares, slots: Mapping[int, DeviceSlot]) -> dict[int, Any]:
         taken = take(spares, slots)
         watched.taken.append(sorted(taken))
         return taken
 
+    monkeypatch.setattr("raypipe.cluster.spares._LOADING_S", 60.0)
     monkeypatch.setattr(Spares, "keep", keep_noted)
-    monkeypatch.setattr(Spares, "take", take_when_ready)
+    monkeypatch.setattr(Spares, "take", take_noted)
     return watched
-
-
-def _waiting(spares: Spares) -> list[Any]:
-    return [spare for of_node in spares._waiting.values() for spare in of_node]

@@ -22,6 +22,7 @@ from raypipe.cluster.stage_actors import StageActors, as_ray_actor, node_positio
 
 _LOG = logging.getLogger("raypipe.cluster.spares")
 _SPARE_ACTOR = standing_in_for(StageActor)
+_LOADING_S = 5.0  # for a spare process that loads to be done, as a new actor would load as much; nothing else computes meanwhile
 _ANSWER_S = 3.0  # for a spare process to take a CPU slot
 _GPU_S = 10.0  # for Ray to give out a GPU that has become free, and for a spare process to take it
 
@@ -99,7 +100,11 @@ class Spares:
         return all(spare.has_answered for node in nodes for spare in self._waiting.get(node.node_id, []))
 
     def take(self, slots: Mapping[int, DeviceSlot]) -> dict[int, Any]:
-        """Let processes that are ready take devices in these slots, by number; return the handles of those that did so within seconds."""
+        """Let processes take devices in these slots, by number; return the handles of those that did so within seconds.
+
+        Processes that still load get seconds to be done.
+        """
+        self._wait_for_loading({slot.node.node_id for slot in slots.values()})
         chosen = {number: spare for number, slot in slots.items() if (spare := self._choose(slot)) is not None}
         for number, slot in slots.items():
             self._reserve(number, slot if number in chosen else None)
@@ -112,6 +117,11 @@ class Spares:
             ray.kill(chosen[number].handle, no_restart=True)
             self._reserve(number, None)
         return taken
+
+    def _wait_for_loading(self, node_ids: Collection[str]) -> None:
+        loading = [spare.prepared for node_id in node_ids for spare in self._waiting.get(node_id, []) if spare.prepared is not None]
+        if loading:
+            ray.wait(loading, num_returns=len(loading), timeout=_LOADING_S)
 
     def _choose(self, slot: DeviceSlot) -> _Spare | None:
         waiting = self._waiting.get(slot.node.node_id, [])

@@ -48,8 +48,19 @@ def policies():
 
 spare_class, order, identity = pickle.loads(sys.stdin.buffer.read())
 found = {"early": sorted({"torch", "raypipe.actors.actor"} & sys.modules.keys())}
+import raypipe.actors.spare as module
+load = module._load
+
+def load_and_note(pickled):
+    order = load(pickled)
+    found["loaded"] = list(sys.modules)
+    return order
+
+module._load = load_and_note
 spare = spare_class("run", "spare process 1 on node0", num_threads=1)
 spare.prepare(order, when_idle=True)
+late = sys.modules.keys() - found.pop("loaded")
+found["late"] = sorted(name for name in late if name.partition(".")[0] not in sys.stdlib_module_names)
 found["module"] = sys.modules["noting"].policy
 found["before"] = policies()
 spare.take_device(pickle.loads(identity), gpu_share=0.0, node_position=None, gpus="")
@@ -129,6 +140,7 @@ def test_modules_are_loaded_at_the_lowest_priority_and_no_thread_computes_at_it(
     found = json.loads(ended.stdout)
     assert found["early"] == []
     assert found["module"] == os.SCHED_IDLE
+    assert found["late"] == []
     assert found["before"].count(os.SCHED_IDLE) == 1  # the model's own thread: raypipe leaves none, since not every user may change it
     assert set(found["behind"]) == {os.SCHED_OTHER}
     assert found["device"] == 2
