@@ -469,7 +469,7 @@ def main() -> int:
     parser.add_argument("--rehearse", action="store_true", help="run the orders on nodes in network namespaces")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--cells", nargs="+", choices=[cell.name for cell in (*CELLS, *OTHER_ORDERS)])
-    parser.add_argument("--systems", nargs="+", help="those that are rehearsed: a a' b turns zero raypipe, of the cell table also together")
+    parser.add_argument("--systems", nargs="+", choices=["a", "a'", "b", "turns", "zero", "raypipe", "together"], help="what is rehearsed")
     parser.add_argument("--slower", type=float, default=1.0, help="factor of all seconds that are rehearsed, for few cores")
     parser.add_argument("--json", help="file for the results")
     options = parser.parse_args()

@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from raypipe.actors.execution.faults import FaultKind, FaultScript
 from raypipe.actors.stage.checkpoint import Checkpoint
 from raypipe.artifacts.plan import Plan
-from raypipe.config import DataConfig, OptimizerConfig, RunConfig, ScalingConfig, ScheduleConfig, Transport
+from raypipe.config import DataConfig, FailureConfig, OptimizerConfig, RunConfig, ScalingConfig, ScheduleConfig, Transport
 from raypipe.model import Model
 from raypipe.schedules.catalogue import build
 from raypipe.schedules.request import ScheduleRequest
@@ -76,7 +77,15 @@ def test_late_rows_give_the_weights_of_rows_that_are_due_together(tmp_path: Path
     plan = plan_of(profile, lab({node: 3}), schedule, workers, sizes=(1, 2), microbatch_size=NUM_ROWS)
     together = dataclasses.replace(profile, layers=tuple(dataclasses.replace(layer, reread_share=None) for layer in profile.layers))
 
-    def trained(name: str, of_plan: Plan, *, max_grad_norm: float | None, num_updates: int = 12, resume: bool = False) -> Result:
+    def trained(
+        name: str,
+        of_plan: Plan,
+        *,
+        max_grad_norm: float | None,
+        num_updates: int = 12,
+        resume: bool = False,
+        faults: FaultScript | None = None,
+    ) -> Result:
         path = tmp_path / f"{name}.json"
         of_plan.save(path)
         return Trainer(
@@ -87,7 +96,9 @@ def test_late_rows_give_the_weights_of_rows_that_are_due_together(tmp_path: Path
             optimizer_config=OptimizerConfig(max_grad_norm=max_grad_norm),
             scaling_config=ScalingConfig(transport=Transport.TCP),
             run_config=RunConfig(name=name, storage_path=str(tmp_path), num_updates=num_updates, evaluate_every=4, checkpoint_every=4),
+            failure_config=FailureConfig(copy_share=1.0, spare_processes=False),
             plan=str(path),
+            faults=faults,
         ).fit(resume=resume)
 
     late = trained("late", plan, max_grad_norm=None)
@@ -102,6 +113,13 @@ def test_late_rows_give_the_weights_of_rows_that_are_due_together(tmp_path: Path
     resumed = trained("halves", plan, max_grad_norm=None, resume=True)
     assert resumed.losses == expected.losses[8:]
     check_equal_checkpoints(resumed, expected)
+
+    # Device 1 is a copy of the first stage; before this backward it has updates of which late rows are not stepped.
+    faults = FaultScript().fail_at(device=1, before="0B11", kind=FaultKind.RAISE, window=1)
+    recovered = trained("recovered", plan, max_grad_norm=None, faults=faults)
+    assert len(recovered.recoveries) == 1
+    assert recovered.losses == expected.losses
+    check_equal_checkpoints(recovered, expected)
 
     clipped = trained("clipped", plan, max_grad_norm=0.5, num_updates=4)
     assert not has_late_rows(clipped)
