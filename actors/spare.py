@@ -50,6 +50,11 @@ class SpareProcess:
         _open_rows(loaded)
         self._actor = _stage_actor(self._run, self._name, num_threads=self._num_threads)
 
+    def hurry(self) -> None:
+        """Load at the usual priority from now on, if this process may. Answered while modules are loaded."""
+        with suppress(RunError):
+            raise_priorities()
+
     def take_device(self, identity: Identity, *, gpu_share: float, node_position: NodePosition | None, gpus: str) -> ActorInfo:
         """Become the stage actor of a device, whose GPUs are `gpus`, as CUDA_VISIBLE_DEVICES names them; return where this actor runs.
 

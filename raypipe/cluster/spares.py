@@ -18,7 +18,7 @@ from raypipe.actors.orders import BuildOrder, Identity
 from raypipe.actors.spare import standing_in_for
 from raypipe.cluster.reservation import Reservation
 from raypipe.cluster.slots import ClusterNode, DeviceSlot
-from raypipe.cluster.stage_actors import StageActors, as_ray_actor, node_positions
+from raypipe.cluster.stage_actors import CONTROL, StageActors, as_ray_actor, node_positions
 
 _LOG = logging.getLogger("raypipe.cluster.spares")
 _SPARE_ACTOR = standing_in_for(StageActor)
@@ -119,9 +119,12 @@ class Spares:
         return taken
 
     def _wait_for_loading(self, node_ids: Collection[str]) -> None:
-        loading = [spare.prepared for node_id in node_ids for spare in self._waiting.get(node_id, []) if spare.prepared is not None]
+        waiting = [spare for node_id in node_ids for spare in self._waiting.get(node_id, [])]
+        loading = [spare for spare in waiting if spare.prepared is not None and not spare.has_answered]
+        for spare in loading:
+            spare.handle.hurry.options(concurrency_group=CONTROL).remote()
         if loading:
-            ray.wait(loading, num_returns=len(loading), timeout=_LOADING_S)
+            ray.wait([spare.prepared for spare in loading], num_returns=len(loading), timeout=_LOADING_S)
 
     def _choose(self, slot: DeviceSlot) -> _Spare | None:
         waiting = self._waiting.get(slot.node.node_id, [])

@@ -7,8 +7,10 @@ import json
 import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
+from typing import cast
 
 import pytest
 import torch
@@ -41,6 +43,8 @@ def model():
 IN_PROCESS = """
 import json, os, pickle, sys
 from pathlib import Path
+
+os.SCHED_IDLE = os.SCHED_BATCH  # threads inherit it all the same, and a busy machine has time for it
 
 def policies():
     # Behind the name in brackets, field 41 of proc(5).
@@ -127,6 +131,24 @@ def test_it_takes_no_device_before_its_modules_are_loaded(monkeypatch: pytest.Mo
 
 @pytest.mark.skipif(sys.platform != "linux", reason="threads have a policy of their own on Linux")
 @pytest.mark.skipif(os.getuid() != 0, reason="this user may give no thread a higher priority")
+def test_loading_goes_on_at_the_usual_priority_when_it_is_hurried(spare: SpareProcess, monkeypatch: pytest.MonkeyPatch) -> None:
+    policies: list[int] = []
+
+    def load(pickled: bytes) -> BuildOrder:
+        policies.append(os.sched_getscheduler(0))
+        with ThreadPoolExecutor(1) as another:  # as Ray calls it
+            another.submit(os.sched_setscheduler, 0, os.SCHED_OTHER, os.sched_param(0)).result()
+            another.submit(spare.hurry).result()
+        policies.append(os.sched_getscheduler(0))
+        return cast("BuildOrder", cloudpickle.loads(pickled))
+
+    monkeypatch.setattr("raypipe.actors.spare._load", load)
+    spare.prepare(order(mlp), when_idle=True)
+    assert policies == [os.SCHED_IDLE, os.SCHED_OTHER]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="threads have a policy of their own on Linux")
+@pytest.mark.skipif(os.getuid() != 0, reason="this user may give no thread a higher priority")
 def test_modules_are_loaded_at_the_lowest_priority_and_no_thread_computes_at_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "noting.py").write_text(MODULE)
     monkeypatch.syspath_prepend(tmp_path)
@@ -139,8 +161,8 @@ def test_modules_are_loaded_at_the_lowest_priority_and_no_thread_computes_at_it(
     ended = subprocess.run([sys.executable, "-c", IN_PROCESS], input=sent, env=environment, capture_output=True, check=True, timeout=60.0)
     found = json.loads(ended.stdout)
     assert found["early"] == []
-    assert found["module"] == os.SCHED_IDLE
+    assert found["module"] == os.SCHED_BATCH
     assert found["late"] == []
-    assert found["before"].count(os.SCHED_IDLE) == 1  # the model's own thread: raypipe leaves none, since not every user may change it
+    assert found["before"].count(os.SCHED_BATCH) == 1  # the model's own thread: raypipe leaves none, since not every user may change it
     assert set(found["behind"]) == {os.SCHED_OTHER}
     assert found["device"] == 2

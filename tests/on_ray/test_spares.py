@@ -17,6 +17,7 @@ from ray.util.state import list_actors
 from raypipe.actors.execution.faults import FaultKind, FaultScript
 from raypipe.callbacks.base import Callback
 from raypipe.callbacks.events import Run, Window
+from raypipe.cluster.stage_actors import CONTROL
 from raypipe.errors import StageFailedError
 from tests.on_ray.test_recovery import trainer
 from tests.spares import Watched, watch_spares
@@ -92,6 +93,7 @@ def test_without_a_spare_process_that_answers_a_new_actor_takes_the_place(
 
     def strike_spare(number: signal.Signals) -> None:
         struck_ones.append(watched.started[-1])
+        struck_ones[-1].hurry.options(concurrency_group=CONTROL).remote()
         os.kill(ray.get(struck_ones[-1].info.remote()).pid, number)
 
     faults = FaultScript()
