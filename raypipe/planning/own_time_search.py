@@ -19,6 +19,7 @@ from raypipe.planning import own_times
 from raypipe.planning.evaluator import Evaluation, LayoutEvaluator
 from raypipe.planning.layout import Layout
 from raypipe.planning.moves import Moves
+from raypipe.planning.problem import Problem
 
 ORDER = own_times.ORDERS[0]
 _MOST_MICROBATCHES = 1024  # Of all workers: an order of more takes long to search for.
@@ -31,6 +32,11 @@ _TEMPERATURE = 0.1
 _POOL = 4
 _SLACK = 1.03
 _STAGE_WORK_S = 30e-6
+
+
+def most_workers(problem: Problem) -> int:
+    """Return the workers up to which orders are searched for."""
+    return _MOST_MICROBATCHES // problem.num_microbatches
 
 
 @dataclass
@@ -48,7 +54,7 @@ class OwnTimeSearch:
 
     def run(self, begin: Iterable[Layout], evaluated: list[Evaluation]) -> None:
         """Add simulated layouts, the best first, to those that were evaluated; of `begin`, those of one stage for each worker count."""
-        most = _MOST_MICROBATCHES // self.evaluator.problem.num_microbatches
+        most = most_workers(self.evaluator.problem)
         starts = dict.fromkeys(self._plain(layout) for layout in begin if layout.has_estimate and 1 < layout.num_stages <= most)
         moves = Moves(self.evaluator.problem, (ORDER,), self.least_s)
         rng = random.Random(3)

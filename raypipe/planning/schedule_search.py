@@ -17,7 +17,7 @@ from raypipe.planning.extrapolation import MOST_SIMULATED, ShortEvaluator, evalu
 from raypipe.planning.late import with_hidden_transfers
 from raypipe.planning.layout import Layout
 from raypipe.planning.levels import node_pipelines
-from raypipe.planning.own_time_search import OwnTimeSearch
+from raypipe.planning.own_time_search import OwnTimeSearch, most_workers
 from raypipe.planning.own_times import with_own_times
 from raypipe.planning.partition import MOST_UNITS
 from raypipe.planning.planners import AUTO, best_of_all, quick_evaluator, starts
@@ -203,12 +203,15 @@ class _Search:
         # With few simulations, only the orders that are fastest if memory allows them.
         orders = ONE_STAGE_ORDERS if num_simulations >= _MANY_SIMULATIONS else _SPLIT_ORDERS
         of_orders: list[list[Evaluation]] = [[] for _ in orders]
-        with stopping.part(share=1 - _OWN_TIMES_SHARE):
+        # Where the best layout has more workers, a search with fewer would only take time from those orders that can have as many.
+        problem, num_workers = self.evaluator.problem, 0 if certain is None else len(certain.layout.workers)
+        of_own_times = problem.num_devices <= _MOST_RAMPED and num_workers <= most_workers(problem)
+        with stopping.part(share=1 - _OWN_TIMES_SHARE if of_own_times else 1.0):
             for number, order in enumerate(orders):
                 with stopping.part(share=1 / (len(orders) - number)):
                     self._of_order(search, order, of_orders[number])
         evaluated = list(chain.from_iterable(of_orders))
-        if self.evaluator.problem.num_devices <= _MOST_RAMPED:
+        if of_own_times:
             with stopping.part():
                 self._of_own_times(search, certain, evaluated)
         return reduce(better, evaluated, None)

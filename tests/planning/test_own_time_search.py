@@ -13,8 +13,9 @@ from raypipe.artifacts.topology import ClusterTopology
 from raypipe.planning import own_times
 from raypipe.planning.evaluator import Evaluation, LayoutEvaluator
 from raypipe.planning.layout import Layout
-from raypipe.planning.own_time_search import ORDER, OwnTimeSearch
+from raypipe.planning.own_time_search import ORDER, OwnTimeSearch, most_workers
 from raypipe.planning.problem import Problem
+from raypipe.planning.search import SearchBudget
 from raypipe.planning.solve import solve
 from tests.planning.instances import random_problem
 
@@ -72,6 +73,18 @@ def test_with_messages_as_long_as_forwards_no_known_order_of_one_stage_is_as_fas
     known = [solve(LayoutEvaluator(problem), schedule=order).update_s for order in ("1f1b", "zb-h1", "zb-h2")]
     assert own.layout.order == ORDER
     assert own.update_s < min(known)
+
+
+@pytest.mark.parametrize(("num_microbatches", "searches"), [(16, True), (512, False)])
+def test_where_the_best_layout_has_more_workers_no_work_is_taken_from_other_orders(
+    monkeypatch: pytest.MonkeyPatch, num_microbatches: int, searches: bool
+) -> None:
+    problem = replace(slow_links(), num_microbatches=num_microbatches)
+    begun: list[OwnTimeSearch] = []
+    monkeypatch.setattr(OwnTimeSearch, "run", lambda search, _begin, _evaluated: begun.append(search))
+    found = solve(LayoutEvaluator(problem), budget=SearchBudget(num_estimates=500, num_simulations=24, work_s=3.0))
+    assert (len(found.layout.workers) <= most_workers(problem)) == searches
+    assert bool(begun) == searches
 
 
 @pytest.mark.parametrize("memory", [700_000_000, 10_000_000_000])
