@@ -31,9 +31,9 @@ test-all: test-units test-processes test-nodes  ## runs all tests that need no G
 test-units: $(INSTALLED)
 	$(BIN)/pytest -n auto --dist loadfile --durations=20 $(PURE)
 
-# Each of two processes has a Ray for its tests. A stand-in for a GPU is compiled; without a C++ compiler its tests are skipped.
+# All tests on the shared Ray run in one process. A stand-in for a GPU is compiled; without a C++ compiler its tests are skipped.
 test-processes: $(INSTALLED)
-	$(BIN)/pytest -n 2 --dist loadgroup --durations=20 tests/gpu tests/processes tests/on_ray
+	$(BIN)/pytest -n auto --dist loadgroup --durations=20 tests/gpu tests/processes tests/on_ray
 
 # Several nodes are network namespaces; without root and iproute2 these tests are skipped.
 test-nodes: $(INSTALLED)

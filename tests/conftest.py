@@ -26,9 +26,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
     """Replace `--dist loadgroup`, which this xdist cannot do with this pytest."""
-    from tests.scheduler import ByFile
+    from tests.scheduler import RayInOneProcess
 
-    return ByFile(config, log) if config.getvalue("dist") == "loadgroup" else None
+    return RayInOneProcess(config, log) if config.getvalue("dist") == "loadgroup" else None
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

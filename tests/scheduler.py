@@ -8,9 +8,11 @@ OWN_RAY = ("test_ending.py", "test_job.py")
 """Files of tests/on_ray whose tests start processes that have a Ray of their own."""
 
 
-class ByFile(LoadScopeScheduling):  # type: ignore[misc]  # xdist has no types
-    """Give the tests of a file to one process, those with a Ray of their own one by one."""
+class RayInOneProcess(LoadScopeScheduling):  # type: ignore[misc]  # xdist has no types
+    """Give all tests on the shared Ray to one process, those with a Ray of their own one by one, and others by file."""
 
     def _split_scope(self, nodeid: str) -> str:
         file = nodeid.split("::", maxsplit=1)[0]
-        return nodeid if "/on_ray/" in file and file.endswith(OWN_RAY) else file
+        if "/on_ray/" not in file:
+            return file
+        return nodeid if file.endswith(OWN_RAY) else "the shared Ray"
