@@ -350,25 +350,24 @@ class _Lowering:
         # Few versions and rows differ: one object for all that are equal spares the garbage collector a third of its work.
         equal: dict[tuple[Any, ...], tuple[Any, ...]] = {}
         items: list[Item] = []
-        for slot in self.slots[worker]:
-            ops = slot
+        for ops in self.slots[worker]:
             for op in ops:
                 self._receive(op, device, received, items)
-            meets = not concerned.isdisjoint(ops)
+            meets, computed = not concerned.isdisjoint(ops), ops
             if meets:
                 items += collectives.before(ops)
-                ops = tuple([op for op in ops if op.kind not in NOT_COMPUTED])
-            if ops:
-                versions = tuple([reads(schedule, op) for op in ops])
-                rows = tuple([self._rows(op, share) for op in ops])
-                items.append(Compute(ops, equal.setdefault(versions, versions), equal.setdefault(rows, rows)))
-            for op in ops:
+                computed = tuple([op for op in ops if op.kind not in NOT_COMPUTED])
+            if computed:
+                versions = tuple([reads(schedule, op) for op in computed])
+                rows = tuple([self._rows(op, share) for op in computed])
+                items.append(Compute(computed, equal.setdefault(versions, versions), equal.setdefault(rows, rows)))
+            for op in computed:
                 for route in self._routes_of(op, device):
                     end = route.ends[op]
                     for position in range(end - len(route.rows), end):
                         items.append(Send(route.channel[position], route.peer))
             if meets:
-                items += collectives.behind(slot)
+                items += collectives.behind(ops)
         return items + collectives.at_end.get(worker, [])
 
     def _receive(self, op: Op, device: int, received: Counter[int], items: list[Item]) -> None:

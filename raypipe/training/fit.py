@@ -30,7 +30,7 @@ from raypipe.cluster.window import WindowResult
 from raypipe.config import TrainConfig
 from raypipe.errors import NonFiniteError, RaypipeError, RunError, RunTakenOverError
 from raypipe.model import Model
-from raypipe.profiling.late_rows import with_plan_rows_of, with_rows_of
+from raypipe.profiling.late_rows import with_plan_rows_of
 from raypipe.training.adaptive import Adaptation, AdaptiveStrategy
 from raypipe.training.announcing import announce
 from raypipe.training.check_input import check_run_rows, draft_layers
@@ -108,9 +108,7 @@ class Fit:
                 self.resumed = checkpoint_to_resume(folder, config, self.model, notice, may_be_done=resume == "auto")
         self.first_update = self.resumed.index.update if self.resumed else 0
         self.is_done = self.first_update >= config.run.num_updates
-        self.profile = configured_profile(config, self.model)
-        if self.profile is not None:
-            self.profile = with_rows_of(self.profile, config.optimizer, notice, function=self.optimizer_function)
+        self.profile = configured_profile(config, self.model, notice, optimizer_function=self.optimizer_function)
         if plan is not None:
             plan = with_plan_rows_of(plan, config.optimizer, notice, function=self.optimizer_function)
         sizes = {1} if self.is_done else window_sizes(config, self.first_update)
@@ -387,7 +385,7 @@ class Fit:
         if self.profile is not None:
             self.notice(f"costs of layers: {self.config.scaling.profile}")
             return self.profile
-        profile = measured_profile(
+        return measured_profile(
             self.config,
             self.model,
             self.model_function,
@@ -397,7 +395,6 @@ class Fit:
             num_devices=num_devices,
             optimizer_function=self.optimizer_function,
         )
-        return with_rows_of(profile, self.config.optimizer, self.notice, function=self.optimizer_function)
 
     def _train(self) -> Checkpoint:
         run, done = self.config.run, self.first_update

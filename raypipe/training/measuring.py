@@ -10,13 +10,16 @@ from raypipe.cluster.coordinator import Coordinator
 from raypipe.config import ESTIMATED, MEASURED, TrainConfig
 from raypipe.errors import ConfigError
 from raypipe.model import Model
+from raypipe.profiling.late_rows import with_rows_of
 from raypipe.profiling.profiler import model_profile
 from raypipe.training.run_cluster import Notice
 from raypipe.units import counted, seconds
 
 
-def configured_profile(config: TrainConfig, model: Model) -> ModelProfile | None:
-    """Return the profile in the configured file, `None` where layers are measured or estimated.
+def configured_profile(
+    config: TrainConfig, model: Model, notice: Notice, *, optimizer_function: OptimizerFunction | None = None
+) -> ModelProfile | None:
+    """Return the profile in the configured file as it holds for the optimizer, `None` where layers are measured or estimated.
 
     Raises:
         InputError: The file cannot be read, or is that of another model or microbatch size.
@@ -37,7 +40,7 @@ def configured_profile(config: TrainConfig, model: Model) -> ModelProfile | None
             f"scaling.profile: {path} was measured with microbatches of {profile.microbatch_size}, the run has "
             f"schedule.microbatch_size={config.schedule.microbatch_size}; set one to the other, or profile again"
         )
-    return profile
+    return with_rows_of(profile, config.optimizer, notice, function=optimizer_function)
 
 
 def measured_profile(
@@ -68,7 +71,8 @@ def measured_profile(
         uses_cache=source is None,
     )
     notice(_said(measured, is_estimate=is_estimate))
-    return model_profile(measured, model, name=config.model.function, microbatch_size=config.schedule.microbatch_size)
+    profile = model_profile(measured, model, name=config.model.function, microbatch_size=config.schedule.microbatch_size)
+    return with_rows_of(profile, config.optimizer, notice, function=optimizer_function)
 
 
 def _said(measured: list[list[LayerMeasurement]], *, is_estimate: bool) -> str:

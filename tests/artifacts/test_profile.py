@@ -216,20 +216,26 @@ def test_a_file_of_another_format_is_refused(tmp_path: Path) -> None:
         ModelProfile.load(tmp_path / "plan.json")
 
 
-def test_as_many_rows_stay_untouched_as_microbatches_of_random_rows_leave() -> None:
-    num_rows, touched, num_microbatches = 1000, 100, 4
-    layer = LayerProfile(
+def table_of(num_rows: int, *, gradient_rows: int, row_bytes: int = 4, reread_share: float | None = None) -> LayerProfile:
+    """A layer that looks up a table and has another weight of 8 bytes."""
+    return LayerProfile(
         name="table",
         forward_s=0,
         backward_s=0,
         weight_grad_s=0,
         output_bytes=0,
         saved_bytes=0,
-        parameter_bytes=4 * num_rows + 8,
-        gradient_rows=touched,
+        parameter_bytes=row_bytes * num_rows + 8,
+        gradient_rows=gradient_rows,
         looked_up_rows=num_rows,
-        looked_up_bytes=4 * num_rows,
+        looked_up_bytes=row_bytes * num_rows,
+        reread_share=reread_share,
     )
+
+
+def test_as_many_rows_stay_untouched_as_microbatches_of_random_rows_leave() -> None:
+    num_rows, touched, num_microbatches = 1000, 100, 4
+    layer = table_of(num_rows, gradient_rows=touched)
     rng = random.Random(0)
     updates = [{row for _ in range(num_microbatches) for row in rng.sample(range(num_rows), touched)} for _ in range(200)]
     assert layer.untouched_bytes(num_microbatches) == pytest.approx(4 * (num_rows - fmean(map(len, updates))), rel=0.01)
@@ -237,19 +243,7 @@ def test_as_many_rows_stay_untouched_as_microbatches_of_random_rows_leave() -> N
 
 
 def test_rows_that_no_reader_touches_again_are_late() -> None:
-    table = LayerProfile(
-        name="table",
-        forward_s=0,
-        backward_s=0,
-        weight_grad_s=0,
-        output_bytes=0,
-        saved_bytes=0,
-        parameter_bytes=4000,
-        gradient_rows=50,
-        looked_up_rows=100,
-        looked_up_bytes=4000,
-        reread_share=0.25,
-    )
+    table = table_of(100, row_bytes=40, gradient_rows=50, reread_share=0.25)
     # One microbatch touches half of the rows, two three quarters.
     assert [table.late_bytes(num) for num in (1, 2)] == [0.75 * 0.5 * 2000, int(0.75 * 0.25 * 3000)]
     few = replace(table, gradient_rows=10)
@@ -270,17 +264,9 @@ def test_the_rows_that_are_due_are_at_least_those_that_are_touched_again(power: 
         return [set(rows[at : at + size]) for at in range(0, len(rows), size)]
 
     halves, microbatches, updates = touched(half), touched(2 * half), touched(2 * half * num_microbatches)
-    table = LayerProfile(
-        name="table",
-        forward_s=0,
-        backward_s=0,
-        weight_grad_s=0,
-        output_bytes=0,
-        saved_bytes=0,
-        parameter_bytes=4 * num_rows,
+    table = table_of(
+        num_rows,
         gradient_rows=round(fmean(map(len, microbatches))),
-        looked_up_rows=num_rows,
-        looked_up_bytes=4 * num_rows,
         reread_share=fmean(len(one & other) / len(one) for one, other in pairwise(halves)),
     )
     due = (4 * num_rows - table.untouched_bytes(num_microbatches) - table.late_bytes(num_microbatches)) / 4
