@@ -30,6 +30,8 @@ WINDOW = 5
 """Updates of a window."""
 FALL_AFTER = 3 * WINDOW
 LAST = FALL_AFTER + 4 * WINDOW
+_BEST_LAST = 3 * WINDOW
+"""Last update of the run of the best fixed way."""
 _ENOUGH = 20 * LAST
 """Updates of a run that is ended when all has been seen."""
 
@@ -41,7 +43,7 @@ class Reacted:
     Attributes:
         update_s: Seconds of an update of each window, by its last update.
         decisions: The lines of `adaptation.jsonl`.
-        best_s: Seconds of an update of the best fixed way, by simulation, and as much longer as the first way took than simulated.
+        best_s: Seconds of an update of the best fixed way: the median of windows of a run of its own.
     """
 
     update_s: dict[int, float]
@@ -96,19 +98,20 @@ def port_falls(machines: Cluster, folder: Path, *, part: float) -> Reacted:
         set_port(machines, fallen[0], part * PORT)
 
     settings = Settings(num_updates=_ENOUGH, updates_per_window=WINDOW)
-    command = settings.command(folder / "topology.yaml", folder)[2:]
     try:
-        seconds = _run(machines, command, fall)
+        seconds = _run(machines, settings.command(folder / "topology.yaml", folder)[2:], fall)
+        _planned(first[0], topology({fallen[0]: part})).save(folder / "best.json")
+        settings = Settings(num_updates=_BEST_LAST, updates_per_window=WINDOW, adapts=False, plan=str(folder / "best.json"))
+        best = _run(machines, settings.command(folder / "topology.yaml", folder / "best")[2:], last=_BEST_LAST)
     finally:
         for node in fallen:
             set_port(machines, node, PORT)
-    best_s = _planned_s(first[0], topology({fallen[0]: part})) * seconds[FALL_AFTER] / _predicted_s(first[0])
-    return Reacted(seconds, _decisions(folder / "adapting"), best_s)
+    return Reacted(seconds, _decisions(folder / "adapting"), statistics.median(best.values()))
 
 
-def _planned_s(first: Plan, fallen: ClusterTopology) -> float:
-    """Seconds of an update of the plan that the run would have begun with, had the port been so from the start."""
-    found = plan(
+def _planned(first: Plan, fallen: ClusterTopology) -> Plan:
+    """Return the plan that the run would have begun with, had the port been so from the start."""
+    return plan(
         first.profile,
         fallen,
         num_microbatches=first.schedule.num_microbatches,
@@ -118,15 +121,9 @@ def _planned_s(first: Plan, fallen: ClusterTopology) -> float:
         max_mismatch=1,
         optimizer="adamw",
     )
-    return _predicted_s(found)
 
 
-def _predicted_s(of: Plan) -> float:
-    assert of.predicted is not None
-    return of.predicted.update_s
-
-
-def _run(machines: Cluster, command: list[str], fall: Callable[[], None]) -> dict[int, float]:
+def _run(machines: Cluster, command: list[str], fall: Callable[[], None] | None = None, last: int = LAST) -> dict[int, float]:
     lines: list[dict[str, Any]] = []
     seconds: dict[int, float] = {}
     with machines.start([sys.executable, "-m", *command]) as run:
@@ -136,9 +133,9 @@ def _run(machines: Cluster, command: list[str], fall: Callable[[], None]) -> dic
             lines.append(json.loads(line))
             if (update := lines[-1].get("update")) is not None:
                 seconds[update] = lines[-1]["update_s"]
-            if update == FALL_AFTER:
+            if fall and update == FALL_AFTER:
                 fall()
-            if update == LAST:
+            if update == last:
                 return seconds
         raise NetworkError(f"the run ended early: {lines[-1:]} {run.stderr.read()[-2000:]}")
 
