@@ -10,7 +10,7 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial, reduce
 from typing import NamedTuple
 
 import numpy as np
@@ -26,7 +26,7 @@ _WorkerRows = tuple[Devices, Sequence[int]]  # Devices of a worker, and the rows
 
 _MANY_DEVICES = 64  # With more devices, arrays are faster than loops.
 _STAGE_WORK_S = 40e-6  # Of an estimate, for each stage.
-_CHANNEL_WORK_S = 8e-6  # Of a channel, for each device.
+_CHANNEL_WORK_S = 16e-6  # Of a channel, for each device.
 _RUNS_WORK_S = 25e-9  # Of what all runs of layers take on a worker, for each run.
 
 
@@ -66,11 +66,15 @@ class RunBytes(NamedTuple):
 
     def fit(self, demands: Sequence[tuple[float, float]], held: int, *, recomputed: bool, copied: bool) -> NDArray[np.bool_]:
         """Return what fits on devices with these `Problem.demands` and `held` activations in flight."""
-        needed = (self.inputs if recomputed else self.saved) * (held - 1) + self.working
-        fit: NDArray[np.bool_] = np.ones_like(needed, dtype=bool)
+        needed = (self.inputs if recomputed else self.saved) * (held - 1)
+        needed += self.working
+        fit: NDArray[np.bool_] = np.ones(needed.shape, dtype=bool)
         for share, limit in demands:
-            most = np.maximum(needed * share, self.vectors) if copied else needed * share
-            fit &= self.standing + most <= limit
+            most = needed * share
+            if copied:
+                np.maximum(most, self.vectors, out=most)
+            most += self.standing
+            fit &= most <= limit
         return fit
 
 
@@ -143,10 +147,11 @@ class Estimator:
 
     @cached_property
     def _runs_s(self) -> tuple[Floats, Floats]:
-        # Seconds of forwards and backwards at speed 1 by [kind, first layer, end].
+        # Seconds of forwards and backwards at speed 1 by [kind, first layer, end]; infinite for no layers.
         prefix = self.problem.prefix_s
-        forward, backward = prefix[:, 0], prefix[:, 1:].sum(axis=1)
-        return forward[:, None, :] - forward[:, :, None], backward[:, None, :] - backward[:, :, None]
+        forward, backward = (sums[:, None, :] - sums[:, :, None] for sums in (prefix[:, 0], prefix[:, 1:].sum(axis=1)))
+        forward[:, *np.tril_indices(forward.shape[1])] = np.inf
+        return forward, backward
 
     def runs_s(self, group: Devices) -> tuple[Floats, Floats] | None:
         """Return the seconds of a microbatch's forward and backward on a worker for all runs of layers, by [first layer, end].
@@ -159,13 +164,14 @@ class Estimator:
         factors = problem.factors(group)
         if factors is None:
             return None
-        forward_s, backward_s = (np.max([runs[kind] * factor for kind, factor in factors.items()], axis=0) for runs in self._runs_s)
-        forward_s[np.tril_indices(len(forward_s))] = np.inf
+        forward_s, backward_s = (reduce(np.maximum, (runs[kind] * factor for kind, factor in factors.items())) for runs in self._runs_s)
         if not problem.can_sum(group):
             forward_s[:] = np.inf
         if not problem.may_take_loss(group):
             forward_s[:, -1] = np.inf
-        return forward_s + problem.overheads_s[0], backward_s + problem.overheads_s[1]
+        forward_s += problem.overheads_s[0]
+        backward_s += problem.overheads_s[1]
+        return forward_s, backward_s
 
     @cached_property
     def run_bytes(self) -> RunBytes:
@@ -192,10 +198,9 @@ class Estimator:
         once_s = seconds[0] + seconds[1]
         if held is None or not self._memory_is_limited:
             return once_s
-        twice_s = once_s + seconds[0] if self.problem.recompute else np.full_like(once_s, np.inf)
-        demands = self.problem.demands(group)
-        twice_s = np.where(self.run_bytes.fit(demands, held, recomputed=True, copied=len(group) > 1), twice_s, np.inf)
-        return np.where(self.run_bytes.fit(demands, held, recomputed=False, copied=len(group) > 1), once_s, twice_s)
+        fit = partial(self.run_bytes.fit, self.problem.demands(group), held, copied=len(group) > 1)
+        twice_s = np.where(fit(recomputed=True), once_s + seconds[0], np.inf) if self.problem.recompute else np.inf
+        return np.where(fit(recomputed=False), once_s, twice_s)
 
     def missing_bytes(self, layout: Layout) -> float:
         """Return the bytes that the fullest device lacks, for one stage per worker."""

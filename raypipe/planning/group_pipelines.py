@@ -39,20 +39,31 @@ class GroupPipelines:
     def _nodes(self) -> list[Devices]:
         return nodes_of(self.estimator.problem)
 
-    def layouts(self) -> Iterator[Layout]:
-        """Yield pipelines of all sizes of groups and of all lengths."""
+    def workers(self) -> list[tuple[Devices, ...]]:
+        """Return the workers of pipelines of all sizes of groups and of all lengths, soonest first if work were in proportion to power."""
+        return sorted(dict.fromkeys(self._all_workers()), key=self._even_s)
+
+    def least_s(self, workers: Sequence[Devices]) -> float:
+        """Return the seconds of an update if all devices of the workers shared its work perfectly, and nothing else took time."""
         problem = self.estimator.problem
-        seen: set[tuple[Devices, ...]] = set()
+        return problem.num_microbatches * self._whole_s / math.fsum(problem.powers[device] for group in workers for device in group)
+
+    def _even_s(self, workers: Sequence[Devices]) -> float:
+        return self.least_s(workers) * (1 + (len(workers) - 1) / self.estimator.problem.num_microbatches)  # The ramp of 1F1B.
+
+    @cached_property
+    def _whole_s(self) -> float:
+        """Seconds of a microbatch of the whole model on a device of power 1."""
+        return float(self.estimator.problem.prefix_s[:, :, -1].sum(axis=1).max())
+
+    def _all_workers(self) -> Iterator[tuple[Devices, ...]]:
+        problem = self.estimator.problem
         for parts, groups in self._groupings():
             weights, powers = self._weights(groups), np.array([math.fsum(problem.powers[device] for device in group) for group in groups])
             longest = min(len(groups), max(problem.num_layers // parts, 1))
             for length in sorted({min(length, longest) for length in (*_LENGTHS, problem.num_layers)}):
                 for path in self._paths(weights, powers, length):
-                    workers = tuple(worker for group in path for worker in _divided(groups[group], parts))
-                    if workers not in seen:
-                        seen.add(workers)
-                        if (layout := self.dealt(workers)) is not None:
-                            yield layout
+                    yield tuple(worker for group in path for worker in _divided(groups[group], parts))
 
     def dealt(self, workers: tuple[Devices, ...], *, order: str | None = None, times_held: int = 1) -> Layout | None:
         """Return the pipeline over workers whose busiest worker or hop is least busy, within memory for so many times the activations."""
@@ -112,8 +123,7 @@ class GroupPipelines:
     def _paths(self, weights: Floats, powers: Floats, length: int) -> Iterator[tuple[int, ...]]:
         problem = self.estimator.problem
         strongest = np.sort(powers)[::-1][:length].sum()
-        whole_s = float(problem.prefix_s.sum(axis=1).min(axis=0)[-1])
-        stage_s = whole_s / max(float(strongest), 1e-300)
+        stage_s = self._whole_s / max(float(strongest), 1e-300)
         wanted = float(np.median(problem.crossing_bytes[1:-1])) / stage_s if problem.num_layers > 1 else 0.0
         for slack in _SLACKS if length > 1 else _SLACKS[:1]:
             for start in np.argsort(-powers, kind="stable")[:_NUM_STARTS].tolist():

@@ -82,16 +82,21 @@ def paths(weights: Floats) -> list[tuple[int, ...]]:
 def _nearest(weights: Floats, start: int) -> tuple[int, ...]:
     path, left = [start], np.ones(len(weights), dtype=bool)
     left[start] = False
+
+    def best_from(node: int) -> tuple[float, int]:
+        there = np.where(left, weights[node], -1.0)
+        best = int(there.argmax())
+        return float(there[best]), best
+
+    at_end = at_start = best_from(start)
     while left.any():
-        there = np.where(left, weights[path[-1]], -1.0)
-        back = np.where(left, weights[path[0]], -1.0)
         # Both ends grow, so that the last nodes are not those with bad links alone.
-        at_end = float(there.max()) >= float(back.max())
-        if max(float(there.max()), float(back.max())) == 0.0:
+        weight, node = at_end if at_end[0] >= at_start[0] else at_start
+        if weight == 0.0:
             break  # No link leads to those that are left.
-        node = int((there if at_end else back).argmax())
-        path.insert(len(path) if at_end else 0, node)
+        path.insert(len(path) if at_end[0] >= at_start[0] else 0, node)
         left[node] = False
+        at_end, at_start = (best_from(end) if node in {end, best[1]} else best for end, best in ((path[-1], at_end), (path[0], at_start)))
     return tuple(path)
 
 

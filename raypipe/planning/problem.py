@@ -30,7 +30,7 @@ Floats = npt.NDArray[np.float64]
 Devices = tuple[int, ...]  # Devices of one worker, in the order of their rows and of the ring that sums their gradients.
 
 _MOST_OPS = 20_000_000
-_RING_WORK_S = 5e-6  # Of the time of a ring, for each member.
+_RING_WORK_S = 60e-6  # Of the time of a ring, for each member.
 PATTERNS_WORK_S = 60e-6  # Of the times of all patterns, for each pair of members.
 
 
@@ -272,11 +272,16 @@ class Problem:
     @cached_property
     def block_of(self) -> npt.NDArray[np.int32]:
         """Number in `blocks` of each ordered pair of devices; -1 on the diagonal."""
-        numbers = np.full((self.num_devices, self.num_devices), -1, dtype=np.int32)
-        for number, (sources, targets) in enumerate(self.blocks):
-            numbers[(sources[0], targets[0]) if len(sources) == len(targets) == 1 else np.ix_(sources, targets)] = number
-        np.fill_diagonal(numbers, -1)
-        return numbers
+        units = self._units
+        counted = np.ones((len(units), len(units)), dtype=bool)
+        np.fill_diagonal(counted, [len(unit) > 1 for unit in units])
+        numbers = counted.cumsum(dtype=np.int32).reshape(counted.shape) - 1
+        unit_of = np.empty(self.num_devices, dtype=np.intp)
+        for number, unit in enumerate(units):
+            unit_of[list(unit)] = number
+        of_pairs: npt.NDArray[np.int32] = numbers[np.ix_(unit_of, unit_of)]
+        np.fill_diagonal(of_pairs, -1)
+        return of_pairs
 
     def of_length(self, num_microbatches: int) -> Problem:
         """Return the same problem with another number of microbatches, which knows the pairs of devices as this one does."""
@@ -338,16 +343,19 @@ class Problem:
     @cached_property
     def blocks(self) -> list[tuple[Devices, Devices]]:
         """Sets of ordered pairs of devices with equal paths: one per pair of nodes unless links name devices."""
+        return [(one, other) for one in self._units for other in self._units if one is not other or len(one) > 1]
+
+    @cached_property
+    def _units(self) -> list[Devices]:
+        # Devices that have equal paths to all others.
+        named = {name for link in self.topology.links for name in (link.source, link.target)}
+        named |= {name for shared in self.topology.shared_links for pair in shared.members for name in pair}
+        if not named.isdisjoint(self.names):
+            return [(device,) for device in range(self.num_devices)]
         members: list[list[int]] = [[] for _ in self.topology.nodes]
         for device, node in enumerate(self.node_of):
             members[node].append(device)
-        devices = set(self.names)
-        named = {name for link in self.topology.links for name in (link.source, link.target)}
-        named |= {name for shared in self.topology.shared_links for pair in shared.members for name in pair}
-        if named & devices:
-            return [((a,), (b,)) for a in range(self.num_devices) for b in range(self.num_devices) if a != b]
-        blocks = [(tuple(one), tuple(other)) for one in members for other in members if one and other]
-        return [(one, other) for one, other in blocks if one != other or len(one) > 1]
+        return [tuple(devices) for devices in members if devices]
 
     # Workers
 

@@ -41,7 +41,7 @@ _LEAST_EFFORT = 0.32  # that work is allowed for: the numbers above bound smalle
 _LEAST_WORK_S = 20.0
 _SIMULATION_WORK = 512.0  # Microbatches x workers of a simulation that counts as one.
 _USUAL_WORKERS = 32  # Most workers that count: with many devices, layouts of more are seldom good.
-_STARTS_SHARE = 0.4  # Of the work of a search.
+_STARTS_SHARE = 0.7  # Of the work of a search.
 _ANNEALING_SHARE = 0.4  # Of the rest.
 _SIMULATIONS_SHARE = 0.6  # Of the rest, before the search goes on around the best.
 
@@ -126,9 +126,17 @@ class LayoutSearch:
     def _of_groups(self) -> Iterator[Layout]:
         groups = GroupPipelines(self.evaluator.estimator, self.schedules[0])
         fitting: list[Layout] = []
-        for layout in chain(node_pipelines(self.evaluator.estimator, orders=self.schedules[:1]), groups.layouts()):
+        best_s = math.inf
+
+        def of_groups() -> Iterator[Layout]:
+            for workers in groups.workers():
+                if groups.least_s(workers) <= best_s and (layout := groups.dealt(workers)) is not None:
+                    yield layout
+
+        for layout in chain(node_pipelines(self.evaluator.estimator, orders=self.schedules[:1]), of_groups()):
             yield layout
             if math.isfinite(self.estimate_s(layout)):
+                best_s = min(best_s, self.estimate_s(layout))
                 fitting.append(layout)
                 if len(fitting) == 1:
                     self.evaluator.simulate(layout)  # Whenever the search is stopped, there is a plan.

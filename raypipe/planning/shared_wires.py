@@ -14,7 +14,9 @@ from typing import NamedTuple
 
 from raypipe import stopping
 from raypipe.communication.pattern_choice import sum_pattern
-from raypipe.planning.problem import PATTERNS_WORK_S, Devices, Problem
+from raypipe.planning.problem import Devices, Problem
+
+_LOADS_WORK_S = 15e-6  # Of the loads of a group's sum, for each pair of members; times of patterns are known mostly.
 
 
 class CopiedStage(NamedTuple):
@@ -59,7 +61,7 @@ class SharedWires:
 
     def _loads_per_byte(self, group: Devices, num_bytes: float) -> Mapping[str, float]:
         problem = self.problem
-        stopping.spend(PATTERNS_WORK_S * len(group) ** 2)
+        stopping.spend(_LOADS_WORK_S * len(group) ** 2)
         nodes = [problem.node_of[device] for device in group]
         pattern = sum_pattern(nodes, lambda one, other: problem.path(group[one], group[other]), num_bytes)
         shared = {link.name for link in problem.topology.shared_links}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -11,6 +12,7 @@ from raypipe.artifacts.profile import ModelProfile
 from raypipe.artifacts.topology import ClusterTopology, Device, Link, Node, NodeLink
 from raypipe.planning.estimator import Estimator
 from raypipe.planning.group_pipelines import GroupPipelines
+from raypipe.planning.layout import Layout
 from raypipe.planning.levels import dealt
 from raypipe.planning.problem import Problem
 from tests.planning.instances import random_problem
@@ -18,10 +20,14 @@ from tests.planning.instances import random_problem
 MB = 1_000_000
 
 
+def layouts(pipelines: GroupPipelines) -> Iterator[Layout]:
+    return (layout for layout in map(pipelines.dealt, pipelines.workers()) if layout is not None)
+
+
 @pytest.mark.parametrize("seed", range(6))
 def test_every_pipeline_uses_a_device_once_and_fits_its_rows(seed: int) -> None:
     problem = random_problem(seed, num_devices=7, num_layers=6, one_way=True)
-    for layout in GroupPipelines(Estimator(problem)).layouts():
+    for layout in layouts(GroupPipelines(Estimator(problem))):
         devices = [device for group in layout.workers for device in group]
         assert len(devices) == len(set(devices))
         assert len(layout.cuts) == len(layout.workers) + 1
@@ -33,15 +39,22 @@ def test_nodes_with_good_links_among_each_other_are_one_worker() -> None:
     fast = tuple(Link(source=one, target=other, bandwidth_bytes_per_s=1e10, latency_s=0.0) for one, other in ("ae", "bf", "cg", "dh"))
     topology = ClusterTopology(name="pairs", nodes=nodes, links=fast, default_link=NodeLink(latency_s=0.0, bandwidth_bytes_per_s=1e8))
     problem = Problem(ModelProfile.uniform(8, microbatch_size=4), topology, 8, 4)
-    groups = {group for layout in GroupPipelines(Estimator(problem)).layouts() for group in layout.workers if len(group) == 2}
+    groups = {group for layout in layouts(GroupPipelines(Estimator(problem))) for group in layout.workers if len(group) == 2}
     assert groups == {(0, 4), (1, 5), (2, 6), (3, 7)}
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_no_pipeline_takes_less_than_its_least(seed: int) -> None:
+    estimator = Estimator(random_problem(seed, num_devices=8, num_layers=9, one_way=True))
+    pipelines = GroupPipelines(estimator)
+    assert all(pipelines.least_s(layout.workers) <= estimator.estimate_s(layout) * (1 + 1e-9) for layout in layouts(pipelines))
 
 
 @pytest.mark.parametrize("seed", range(4))
 def test_changes_only_make_estimates_better(seed: int) -> None:
     estimator = Estimator(random_problem(seed, num_devices=8, num_layers=9, one_way=True))
     pipelines = GroupPipelines(estimator)
-    begin = next(layout for layout in pipelines.layouts() if 1 < layout.num_stages < 8)
+    begin = max((layout for layout in layouts(pipelines) if 1 < layout.num_stages < 8), key=estimator.estimate_s)
     estimates = [estimator.estimate_s(layout) for layout in (begin, *pipelines.improved(begin, seconds=estimator.estimate_s, num_steps=80))]
     assert all(later < earlier for earlier, later in itertools.pairwise(estimates))
     assert len(estimates) > 1
