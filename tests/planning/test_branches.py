@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import math
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
 
 import pytest
 
@@ -184,13 +186,19 @@ class Run:
         return simulate(evaluator.plan(evaluation, planner="test", lower_bound_s=0.0))
 
 
-def begun(profile: ModelProfile) -> Run:
-    policy = ConcurrencyPolicy(replace(problem(profile, node(4)), updates_per_window=1))
-    policy.choose()
-    return Run(policy, profile)
-
-
 TRAINED = towers((1.0, 1.0), num_layers=16, kilobytes=200_000)
+
+
+@cache
+def first_policy() -> ConcurrencyPolicy:
+    policy = ConcurrencyPolicy(replace(problem(TRAINED, node(4)), updates_per_window=1))
+    policy.choose()
+    return policy
+
+
+def begun() -> Run:
+    """A run of `TRAINED` on the plan that is made for it."""
+    return Run(copy.deepcopy(first_policy()), TRAINED)
 
 
 @pytest.mark.parametrize(
@@ -199,7 +207,7 @@ TRAINED = towers((1.0, 1.0), num_layers=16, kilobytes=200_000)
     ids=["one layer", "six layers", "eight layers", "a branch", "four layers of each branch"],
 )
 def test_a_branch_that_becomes_slower_is_cut_anew_within_two_windows(layers: Sequence[int]) -> None:
-    run = begun(TRAINED)
+    run = begun()
     assert run.policy.choice.layout.order == "branch-aware"
     for _ in range(3):
         assert not run.window().switch
@@ -216,7 +224,7 @@ def test_a_branch_that_becomes_slower_is_cut_anew_within_two_windows(layers: Seq
 
 
 def test_a_thousand_windows_of_noise_are_no_reason_to_switch() -> None:
-    run = begun(TRAINED)
+    run = begun()
     for _ in range(1000):
         decision = run.window()
         assert not decision.switch, decision.text
