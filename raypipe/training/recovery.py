@@ -143,6 +143,7 @@ class Recovery:
     def _restore(self, error: RunError | None, update: int) -> tuple[Source, str]:
         actors = self.coordinator.actors
         suspects = [number for number, member in enumerate(actors.launched) if getattr(error, "device", "") == member.slot.name]
+        self.coordinator.spares.hurry({actors.launched[number].slot.node.node_id for number in suspects})
         silent = actors.rest(suspects)
         changes = self._replace(silent)
         if actors.gone.intersection(self.strategy.devices):
