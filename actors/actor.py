@@ -72,7 +72,7 @@ class Activity:
 
 
 _LOG = logging.getLogger("raypipe.stage")
-_WRITER_NICENESS = 10
+_WRITER_NICER_BY = 10
 
 
 def remedy_of(error: BaseException) -> str:
@@ -275,7 +275,8 @@ class StageActor:
         """Write the copy into a folder, in a thread of its own; return the sums of each file, or raise `RunError`."""
         assert self._stages is not None, "a snapshot comes first"
         # Of the processors it takes what the stages leave; Linux has a priority for each thread.
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _WRITER_NICENESS)
+        niceness = os.getpriority(os.PRIO_PROCESS, os.getpid())  # Ray's default for its workers is 15: only root may take less
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), min(niceness + _WRITER_NICER_BY, 19))
         self._strike(SAVE, self._num_windows - 1)
         return self._stages.write_snapshot(folder)
 
