@@ -7,6 +7,7 @@ imported inside functions, which run when the processor is idle.
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
@@ -38,20 +39,22 @@ class SpareProcess:
         self._name = name
         self._num_threads = num_threads
         self._actor: StageActor | None = None
+        self._urgent = threading.Event()
 
     def prepare(self, order: bytes, *, when_idle: bool) -> None:
         """Load what stages of a run are built with: the modules of its model, of its data and of its optimizer. Build no layer.
 
-        `order` is a pickled `BuildOrder`. `when_idle` leaves the processor to all who want it, however long that takes.
+        `order` is a pickled `BuildOrder`. `when_idle` leaves the processor to all who want it, then takes a bounded share of it.
         """
         load = partial(_load, order)
-        loaded = run_when_idle(load) if when_idle else load()
+        loaded = run_when_idle(load, urgent=self._urgent) if when_idle else load()
         # From here on in this thread: this starts threads.
         _open_rows(loaded)
         self._actor = _stage_actor(self._run, self._name, num_threads=self._num_threads)
 
     def hurry(self) -> None:
-        """Load at the usual priority from now on, if this process may. Answered while modules are loaded."""
+        """Load at the usual priority from now on, if this process may. Answered while modules are loaded, or before."""
+        self._urgent.set()
         with suppress(RunError):
             raise_priorities()
 

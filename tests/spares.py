@@ -1,4 +1,4 @@
-"""Spare processes that are ready whenever one is needed, and what becomes of them."""
+"""Spare processes: what they load, and how to let them be ready whenever one is needed."""
 
 from __future__ import annotations
 
@@ -6,9 +6,15 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
+from ray import cloudpickle
 
+from raypipe.actors.execution.batches import FixedBatch
+from raypipe.actors.orders import BatchFunction, BuildOrder, ModelFunction
+from raypipe.artifacts.cut import Cut
 from raypipe.cluster.slots import DeviceSlot
 from raypipe.cluster.spares import Spares
+from raypipe.config import OptimizerConfig
+from raypipe.schedules.ir import WeightRule
 
 
 class Watched:
@@ -39,3 +45,28 @@ def watch_spares(monkeypatch: pytest.MonkeyPatch) -> Watched:
     monkeypatch.setattr(Spares, "keep", keep_noted)
     monkeypatch.setattr(Spares, "take", take_noted)
     return watched
+
+
+def no_rows(split: str) -> FixedBatch:
+    """Return rows that nobody reads."""
+    assert split in {"train", "validation"}
+    return FixedBatch({})
+
+
+def spare_order(model: ModelFunction, batches: BatchFunction = no_rows) -> bytes:
+    """Return an order to build two layers, as it is sent."""
+    return bytes(cloudpickle.dumps(two_layers(model, batches)))
+
+
+def two_layers(model: ModelFunction, batches: BatchFunction = no_rows) -> BuildOrder:
+    """Return an order to build two layers, by default without rows."""
+    return BuildOrder(
+        model=model,
+        batches=batches,
+        cut=Cut(stages=((0,), (1,)), edges=((0, 1),)),
+        weight_rule=WeightRule.FLUSH,
+        optimizer=OptimizerConfig(),
+        num_rows=1,
+        num_updates=1,
+        seed=0,
+    )

@@ -68,7 +68,7 @@ class Spares:
     def keep(self, wanted: Mapping[ClusterNode, int], order: Callable[[], BuildOrder], *, is_urgent: bool = False) -> None:
         """Start processes on nodes where fewer than wanted wait; let all load what `order` needs beside the windows.
 
-        Processes that are urgent, or whose node is too busy otherwise, load at the usual priority, the others when a processor is idle.
+        Processes that are urgent, or whose node is too busy otherwise, load at the usual priority, the others as `run_when_idle` says.
         """
         self._drop_overdue()
         for node, count in wanted.items():
@@ -99,12 +99,25 @@ class Spares:
         """Return whether all processes on these nodes have loaded their modules, or failed to."""
         return all(spare.has_answered for node in nodes for spare in self._waiting.get(node.node_id, []))
 
+    def hurry(self, node_ids: Collection[str]) -> list[Any]:
+        """Let processes on these nodes that still load their modules do so at the usual priority; return Ray's references to their answers.
+
+        A run that waits for one of them calls this as soon as it knows.
+        """
+        waiting = [spare for node_id in node_ids for spare in self._waiting.get(node_id, [])]
+        loading = [spare for spare in waiting if spare.prepared is not None and not spare.has_answered]
+        for spare in loading:
+            spare.handle.hurry.options(concurrency_group=CONTROL).remote()
+        return [spare.prepared for spare in loading]
+
     def take(self, slots: Mapping[int, DeviceSlot]) -> dict[int, Any]:
         """Let processes take devices in these slots, by number; return the handles of those that did so within seconds.
 
         Processes that still load get seconds to be done.
         """
-        self._wait_for_loading({slot.node.node_id for slot in slots.values()})
+        loading = self.hurry({slot.node.node_id for slot in slots.values()})
+        if loading:
+            ray.wait(loading, num_returns=len(loading), timeout=_LOADING_S)
         chosen = {number: spare for number, slot in slots.items() if (spare := self._choose(slot)) is not None}
         for number, slot in slots.items():
             self._reserve(number, slot if number in chosen else None)
@@ -117,14 +130,6 @@ class Spares:
             ray.kill(chosen[number].handle, no_restart=True)
             self._reserve(number, None)
         return taken
-
-    def _wait_for_loading(self, node_ids: Collection[str]) -> None:
-        waiting = [spare for node_id in node_ids for spare in self._waiting.get(node_id, [])]
-        loading = [spare for spare in waiting if spare.prepared is not None and not spare.has_answered]
-        for spare in loading:
-            spare.handle.hurry.options(concurrency_group=CONTROL).remote()
-        if loading:
-            ray.wait([spare.prepared for spare in loading], num_returns=len(loading), timeout=_LOADING_S)
 
     def _choose(self, slot: DeviceSlot) -> _Spare | None:
         waiting = self._waiting.get(slot.node.node_id, [])

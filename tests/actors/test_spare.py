@@ -17,15 +17,13 @@ import torch
 from ray import cloudpickle
 
 from raypipe.actors.actor import StageActor
-from raypipe.actors.execution.batches import FileSource, FixedBatch
-from raypipe.actors.orders import BatchFunction, BuildOrder, Identity, ModelFunction
+from raypipe.actors.execution.batches import FileSource
+from raypipe.actors.orders import BuildOrder, Identity
 from raypipe.actors.spare import VISIBLE_GPUS, SpareProcess, standing_in_for
-from raypipe.artifacts.cut import Cut
-from raypipe.config import OptimizerConfig
 from raypipe.data.prepare import prepare
 from raypipe.errors import RunError
 from raypipe.models.mlp import mlp
-from raypipe.schedules.ir import WeightRule
+from tests.spares import spare_order
 
 MODULE = """
 import os, threading
@@ -41,19 +39,26 @@ def model():
 """A model's module that notes by which policy it is loaded, and starts a thread."""
 
 IN_PROCESS = """
-import json, os, pickle, sys
+import json, os, pickle, sys, time
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 os.SCHED_IDLE = os.SCHED_BATCH  # threads inherit it all the same, and a busy machine has time for it
 
 def policies():
-    # Behind the name in brackets, field 41 of proc(5).
-    return [int((task / "stat").read_text().rpartition(")")[2].split()[38]) for task in Path("/proc/self/task").iterdir()]
+    found = []
+    for task in Path("/proc/self/task").iterdir():
+        with suppress(FileNotFoundError, ProcessLookupError):  # it has just ended
+            # Behind the name in brackets, field 41 of proc(5).
+            found.append(int((task / "stat").read_text().rpartition(")")[2].split()[38]))
+    return found
 
 spare_class, order, identity = pickle.loads(sys.stdin.buffer.read())
 found = {"early": sorted({"torch", "raypipe.actors.actor"} & sys.modules.keys())}
 import raypipe.actors.spare as module
 load = module._load
+module.run_when_idle = partial(module.run_when_idle, idle_s=60.0)  # however long a busy machine takes
 
 def load_and_note(pickled):
     order = load(pickled)
@@ -66,6 +71,7 @@ spare.prepare(order, when_idle=True)
 late = sys.modules.keys() - found.pop("loaded")
 found["late"] = sorted(name for name in late if name.partition(".")[0] not in sys.stdlib_module_names)
 found["module"] = sys.modules["noting"].policy
+time.sleep(0.5)  # for threads that were joined to leave the system's list
 found["before"] = policies()
 spare.take_device(pickle.loads(identity), gpu_share=0.0, node_position=None, gpus="")
 found["behind"] = policies()
@@ -81,31 +87,8 @@ def spare(monkeypatch: pytest.MonkeyPatch) -> SpareProcess:
         monkeypatch.setenv(name, "before")  # and put back behind the test
     monkeypatch.setattr(StageActor, "info", lambda actor: SimpleNamespace(on=actor._on))
     spare = SpareProcess("run", "spare process 1 on node0", num_threads=torch.get_num_threads())
-    spare.prepare(order(mlp), when_idle=False)
+    spare.prepare(spare_order(mlp), when_idle=False)
     return spare
-
-
-def no_rows(split: str) -> FixedBatch:
-    assert split in {"train", "validation"}
-    return FixedBatch({})
-
-
-def order(model: ModelFunction, batches: BatchFunction = no_rows) -> bytes:
-    """Return an order to build two layers, as it is sent."""
-    return bytes(
-        cloudpickle.dumps(
-            BuildOrder(
-                model=model,
-                batches=batches,
-                cut=Cut(stages=((0,), (1,)), edges=((0, 1),)),
-                weight_rule=WeightRule.FLUSH,
-                optimizer=OptimizerConfig(),
-                num_rows=1,
-                num_updates=1,
-                seed=0,
-            )
-        )
-    )
 
 
 def test_it_sees_no_gpu_until_it_takes_that_of_a_device(spare: SpareProcess) -> None:
@@ -143,7 +126,7 @@ def test_loading_goes_on_at_the_usual_priority_when_it_is_hurried(spare: SparePr
         return cast("BuildOrder", cloudpickle.loads(pickled))
 
     monkeypatch.setattr("raypipe.actors.spare._load", load)
-    spare.prepare(order(mlp), when_idle=True)
+    spare.prepare(spare_order(mlp), when_idle=True)
     assert policies == [os.SCHED_IDLE, os.SCHED_OTHER]
 
 
@@ -156,7 +139,7 @@ def test_modules_are_loaded_at_the_lowest_priority_and_no_thread_computes_at_it(
     (tmp_path / "text").write_text("a text of some lines\n" * 1000)
     prepare(tmp_path / "text", output=tmp_path / "tokens.parquet")
     rows = FileSource(str(tmp_path / "tokens.parquet"), sequence_length=8, seed=0, microbatch_size=1)
-    sent = cloudpickle.dumps((standing_in_for(StageActor), order(model, rows), cloudpickle.dumps(Identity("run", 2, "node0/2", ()))))
+    sent = cloudpickle.dumps((standing_in_for(StageActor), spare_order(model, rows), cloudpickle.dumps(Identity("run", 2, "node0/2", ()))))
     environment = os.environ | {"PYTHONPATH": str(tmp_path)}
     ended = subprocess.run([sys.executable, "-c", IN_PROCESS], input=sent, env=environment, capture_output=True, check=True, timeout=60.0)
     found = json.loads(ended.stdout)

@@ -5,10 +5,13 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import threading
+import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import ray
@@ -17,10 +20,15 @@ from ray.util.state import list_actors
 from raypipe.actors.execution.faults import FaultKind, FaultScript
 from raypipe.callbacks.base import Callback
 from raypipe.callbacks.events import Run, Window
-from raypipe.cluster.stage_actors import CONTROL
+from raypipe.cluster.discovery import cluster_nodes
+from raypipe.cluster.spares import Spares
+from raypipe.cluster.stage_actors import CONTROL, StageActors
+from raypipe.config import ClusterConfig, ScalingConfig
 from raypipe.errors import StageFailedError
+from raypipe.model import Model
+from raypipe.models.mlp import mlp
 from tests.on_ray.test_recovery import trainer
-from tests.spares import Watched, watch_spares
+from tests.spares import Watched, two_layers, watch_spares
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(180), pytest.mark.filterwarnings("default"), pytest.mark.usefixtures("local_ray")]
 
@@ -106,6 +114,43 @@ def test_without_a_spare_process_that_answers_a_new_actor_takes_the_place(
     assert watched.taken == [[], []]
     assert watched.started[:2] == struck_ones
     assert len(watched.started) == 3
+
+
+@pytest.mark.skipif(sys.platform != "linux" or os.getuid() != 0, reason="only root may give a thread a higher priority")
+@pytest.mark.parametrize("is_up", [False, True])
+def test_processes_that_load_are_hurried_on_the_nodes_that_are_named(tmp_path: Path, is_up: bool) -> None:
+    node, loading = cluster_nodes()[0], tmp_path / "loading"
+    actors = SimpleNamespace(run=f"hurried {is_up}", scaling=ScalingConfig(), cluster=ClusterConfig())
+    spares = Spares(cast("StageActors", actors))
+    order = two_layers(partial(model_when_hurried, loading))
+    try:
+        spares.keep({node: 1}, lambda: order)
+        wait_for(lambda: not is_up or loading.exists())
+        assert spares.hurry(["another node"]) == []
+        assert not spares.are_ready([node])
+        ray.get(spares.hurry([node.node_id]), timeout=60.0)
+        assert spares.are_ready([node])
+    finally:
+        spares.close()
+
+
+def model_when_hurried(loading: Path) -> Model:
+    """Return a model once the calling thread has the priority that the threads of its process usually have."""
+    loading.touch()
+    usual, own = os.getpid(), threading.get_native_id()
+    wait_for(lambda: os.sched_getscheduler(0) == os.SCHED_OTHER and niceness(own) == niceness(usual))
+    return mlp(num_layers=2)
+
+
+def niceness(thread: int) -> int:
+    return os.getpriority(os.PRIO_PROCESS, thread)
+
+
+def wait_for(holds: Callable[[], bool]) -> None:
+    deadline_s = time.monotonic() + 60.0
+    while not holds():
+        assert time.monotonic() < deadline_s
+        time.sleep(0.01)
 
 
 def test_spare_processes_end_with_a_run_that_fails(tmp_path: Path, watched: Watched) -> None:
