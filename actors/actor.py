@@ -6,7 +6,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 
 import torch
@@ -31,10 +31,8 @@ from raypipe.actors.stage.gradient_flow import EdgeSpecs, LayerOutput
 from raypipe.actors.stage.optimizer_names import OptimizerFunction
 from raypipe.actors.stage.optimizers import build_optimizer
 from raypipe.actors.stage.state import PackedState, packed, unpacked
-from raypipe.actors.state_copies import CopyOrder, PackedCopy, StateCopies
 from raypipe.actors.transport import cuda
 from raypipe.actors.transport.process import ProcessTransport
-from raypipe.actors.transport.secret import Secret, StoreAddress
 from raypipe.actors.transport.sockets import reaches
 from raypipe.artifacts.branches import stages_text
 from raypipe.artifacts.checkpoint_files import FileSums
@@ -92,12 +90,6 @@ def _merged(layers: Sequence[int], states: Sequence[PackedState]) -> dict[int, d
     return merged
 
 
-def _of_layers(states: Mapping[int, PackedState], layers: Sequence[int]) -> Iterator[PackedState | None]:
-    for layer in layers:
-        yield states.get(layer, {})
-    yield None
-
-
 class StageActor:
     """One device and the stages on it.
 
@@ -123,7 +115,7 @@ class StageActor:
         """The executor while it runs a window."""
         self._memory: MemoryMeter | None = None
         self._programs: dict[str, DeviceProgram] = {}
-        self._copies = StateCopies()
+        self._held: dict[tuple[int, int], tuple[PackedState, ...]] = {}
         self._num_windows = 0
         """Windows of training that have ended here or, as far as this actor knows, elsewhere."""
         self.use_device(identity, gpu_share, node_position)
@@ -310,37 +302,18 @@ class StageActor:
         """Return what this actor is given, which then lies in the store of its node."""
         return state
 
-    # Copies of layers, for a recovery
+    def hold(self, device: int, update: int, oldest: int, *states: PackedState) -> None:
+        """Keep the states of another node's device behind an update, and of all devices none behind those before `oldest`.
 
-    def open_copies(self, host_ip: str, secret: Secret) -> StoreAddress:
-        """Take copies of other devices' layers at an address of this node; return it."""
-        return self._copies.listen(host_ip, secret)
+        Answered while the other methods compute.
+        """
+        self.drop_held(oldest)
+        # Ray keeps its copy of an object on this node for as long as a process here uses the object's memory.
+        self._held[device, update] = states
 
-    def copy_layers(self, order: CopyOrder) -> Iterator[PackedCopy | None]:
-        """Yield a copy of layers, which begins to go to the process that keeps it, too; then `None`, which tells that it is done."""
-        layers = self._built("copying layers").export_layers(order.layers)
-        yield self._copies.take(order, dict(zip(order.layers, layers, strict=True)))
-        yield None
-
-    def drop_copies(self, kept: Collection[int]) -> None:
-        """Drop the copies of other devices' layers whose numbers are not among these."""
-        self._copies.drop_all_but(kept)
-
-    def newest_copy(self) -> int:
-        """Return the number of the newest copy that its keeper has. Answered while the other methods compute."""
-        return self._copies.newest_sent
-
-    def kept_copies(self) -> set[tuple[int, int]]:
-        """Return number and device of each copy that this process keeps. Answered while the other methods compute."""
-        return self._copies.keys()
-
-    def export_kept(self, number: int, device: int, layers: Sequence[int]) -> Iterator[PackedState | None]:
-        """Yield the states of layers in a copy that this process keeps, then `None`. Answered while the other methods compute."""
-        yield from _of_layers(self._copies.states(number, device), layers)
-
-    def export_copy(self, copy: PackedCopy, layers: Sequence[int]) -> Iterator[PackedState | None]:
-        """Yield the states of layers in a copy from a node's object store, then `None`. Answered while the other methods compute."""
-        yield from _of_layers(copy.states(), layers)
+    def drop_held(self, before: int) -> None:
+        """Drop the states of other devices behind updates before this one. Answered while the other methods compute."""
+        self._held = {key: states for key, states in self._held.items() if key[1] >= before}
 
     def _built(self, doing: str) -> DeviceStages:
         assert self._stages is not None, "build comes first"
@@ -446,7 +419,6 @@ class StageActor:
         finally:
             self._running = None
         report.peak_memory_bytes = memory.peak_bytes()
-        report.newest_copy = self._copies.newest_sent
         if transport is not None:
             ahead_s = time.time() - time.perf_counter()
             report.chunks = ChunkLog(transport.departures, transport.take_receipts(), ahead_s, transport.round_trips_s)

@@ -122,12 +122,9 @@ class DeviceStages:
 
     def export_layers(self, layers: Sequence[int]) -> Iterator[dict[str, Tensor]]:
         """Yield what this device has to export of each of `exported_layers`."""
-        of_stages: dict[int, dict[int, dict[str, Tensor]]] = {}
         for layer in layers:
             stage, weights = next((stage, weights) for stage, weights in self.weights.items() if layer in weights.module.indices)
-            if stage not in of_stages:
-                of_stages[stage] = (export_layers if stage in self.primary else export_stepped)(weights)
-            yield of_stages[stage][layer]
+            yield (export_layers if stage in self.primary else export_stepped)(weights)[layer]
 
     def import_layers(self, states: Mapping[int, Mapping[str, Tensor]]) -> None:
         """Take over the states of `needed_layers`, by layer, as `export_layers` yielded them."""

@@ -97,7 +97,6 @@ class WindowReport:
         loss_weights: What each of these losses counts for: its number of rows, or the model's `loss_weight`.
         norms: Gradient norm of each update: over all stages if the update's scope is global, else over this device's primary stages.
         peak_memory_bytes: Most memory held; `None` if unknown.
-        newest_copy: Number of the newest copy of this device's layers that another process has, too; negative before there is one.
     """
 
     device: int
@@ -109,7 +108,6 @@ class WindowReport:
     outputs: dict[int, Tensor] = field(default_factory=dict)
     peak_memory_bytes: int | None = None
     chunks: ChunkLog = field(default_factory=ChunkLog)
-    newest_copy: int = -1
 
 
 def norms_of(reports: Sequence[WindowReport], *, scope: UpdateScope) -> dict[int, float]:

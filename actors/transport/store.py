@@ -83,16 +83,6 @@ class _Client:
     deadline_s: float = 0.0
 
 
-def listening_at(host: str) -> socket.socket:
-    """Return a socket that listens at an address of this node alone; raises `RunError` if the node has no such address."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    try:
-        return socket.create_server((host, 0), family=family)
-    except OSError as error:
-        problem = f"no socket can listen at {host}, which Ray says is this node's address ({error.strerror or error})"
-        raise RunError(f"{problem}; start Ray with --node-ip-address at an address that the node has") from error
-
-
 class StoreServer:
     """Keeps names and values, and serves them in a thread, until `close` or the end of the process.
 
@@ -105,7 +95,12 @@ class StoreServer:
     """
 
     def __init__(self, host: str, *, secret: Secret) -> None:
-        server = listening_at(host)
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        try:
+            server = socket.create_server((host, 0), family=family)
+        except OSError as error:
+            problem = f"no socket can listen at {host}, which Ray says is this node's address ({error.strerror or error})"
+            raise RunError(f"{problem}; start Ray with --node-ip-address at an address that the node has") from error
         self.address = StoreAddress(host, server.getsockname()[1], secret)
         self._gate = Gate(server, secret=secret, purpose=PURPOSE)
         self._values: dict[bytes, bytes] = {}

@@ -225,7 +225,6 @@ class Coordinator:
         }
         reports = self.actors.gather(calls, f"window {number} of {name}", poll_s=self._poll_s(name))
         wall_s = time.perf_counter() - since_s
-        self.actors.newest_copies = {device: report.newest_copy for device, report in reports.items()}
         self._windows[name] += 1
         self._newest_s.setdefault(name, deque(maxlen=_NUM_NEWEST)).append(wall_s)
         result = WindowResult(

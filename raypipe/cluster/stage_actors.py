@@ -28,7 +28,7 @@ from raypipe.errors import StageFailedError, TransportError, TransportTimeoutErr
 CONTROL = "control"
 """Concurrency group of methods that actors answer while they compute."""
 COPIES = "copies"
-"""Concurrency group of the methods that say which copies of layers an actor has, and export them."""
+"""Concurrency group of the method that keeps copies of another node's layers."""
 SAVING = "saving"
 """Concurrency group in which an actor writes a copy of its layers while it computes."""
 _GROUPS = {CONTROL: 2, COPIES: 1, SAVING: 1}
@@ -121,7 +121,6 @@ class StageActors(ActorGroup):
         self.leaving: frozenset[int] = frozenset()  # slots whose actors leave the plan, but hold layers that others still need
         self.gone: set[int] = set()  # numbers of slots whose actors are lost and not replaced
         self._silent: set[str] = set()  # names of slots whose actors have not answered for as long as they are awaited
-        self.newest_copies: dict[int, int] = {}  # by device, as its last window told: the newest copy of its layers that is kept elsewhere
         self._num_starts = 1
         self._lost_links = LostLinks(cluster.silence_timeout_s)  # as seen in the call that is under way
         self._aborts: dict[Any, int] = {}  # calls, and the numbers of their actors

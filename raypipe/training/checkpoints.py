@@ -8,7 +8,7 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import ray
@@ -22,7 +22,7 @@ from raypipe.artifacts.storage import Storage
 from raypipe.cluster.actor_group import Member
 from raypipe.cluster.coordinator import Coordinator
 from raypipe.cluster.stage_actors import dead
-from raypipe.cluster.state_copies import StateCopies
+from raypipe.cluster.state_copies import StateCopy
 from raypipe.config import RunConfig
 from raypipe.errors import FormatError, NonFiniteError, RaypipeError, RunError, RunTakenOverError
 from raypipe.training.run_cluster import Notice
@@ -149,14 +149,14 @@ class Checkpoints:
         calls, silence_timeout_s = coordinator.write_snapshot(folder), coordinator.cluster.silence_timeout_s
         self._writing = _Writing(folder, calls, index, self._lock, silence_timeout_s=silence_timeout_s)
 
-    def save_copy(self, copies: StateCopies) -> None:
+    def save_copy(self, copies: Sequence[StateCopy]) -> None:
         """Write the newest of the copies in the memory of nodes, where no time is left for the window that runs.
 
         What goes wrong is told to `notice`: there is nothing else to do about it.
         """
         saved = self.newest.index.update if self.newest is not None else 0
         writing = self._writing.index.update if self._writing is not None else 0
-        copy = next((copy for copy in copies.candidates() if copy.update > max(saved, writing)), None)
+        copy = next((copy for copy in copies if copy.update > max(saved, writing)), None)
         update = copy.update if copy is not None else writing
         if update <= saved:
             return
@@ -170,7 +170,7 @@ class Checkpoints:
             self._lock.check()
             folder = self._folder.new_checkpoint(update)
             files: dict[str, FileSums] = {}
-            for layer, parts in copies.states(copy, timeout_s=max(deadline - time.monotonic(), 0.0)).items():
+            for layer, parts in copy.states.items():
                 found = [unpacked(part) for part in ray.get(list(parts), timeout=max(deadline - time.monotonic(), 0.0))]
                 state = {name: tensor for part in found for name, tensor in part.items()}
                 files |= write_layer(folder, layer, self._index.layers[layer], state)

@@ -283,7 +283,7 @@ class Fit:
             if not self.is_told:
                 self.is_told = True
                 if self.stop.is_late:
-                    self.checkpoints.save_copy(self.recovery.copies)
+                    self.checkpoints.save_copy(self.recovery.copies.candidates())
                 self.notice(self._lost())
             raise
 

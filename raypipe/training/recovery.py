@@ -17,7 +17,8 @@ from raypipe.callbacks.events import RecoveredFailure
 from raypipe.cluster.coordinator import Coordinator
 from raypipe.cluster.discovery import end_processes, spare_slots, unreached
 from raypipe.cluster.slots import DeviceSlot, resources_per_device
-from raypipe.cluster.state_copies import StateCopies, StateCopy
+from raypipe.cluster.state_copies import StateCopies
+from raypipe.cluster.states import States
 from raypipe.config import FailureConfig
 from raypipe.errors import FormatError, PlanError, RunError, StageRaisedError, StateLostError
 from raypipe.training.adaptive import AdaptiveStrategy
@@ -38,7 +39,7 @@ class Source:
     """A state to go on from: that behind `update`, and the words for where it lies."""
 
     update: int
-    states: StateCopy | Storage | None
+    states: States | Storage | None
     text: str
 
 
@@ -151,12 +152,11 @@ class Recovery:
             self._do_without_link(nodes, update)
         for source in self._sources():
             _LOG.info("restoring update %d from %s", source.update, source.text)
+            actors.assign(self.strategy.devices, self.strategy.stages)
             programs = self.strategy.programs()
             try:
-                states = self.copies.states(source.states) if isinstance(source.states, StateCopy) else source.states
-                actors.assign(self.strategy.devices, self.strategy.stages)
                 self.coordinator.restore(
-                    states,
+                    source.states,
                     order=self.build_order(),
                     programs=programs,
                     wiring=self.sums.begin(programs),
@@ -268,7 +268,7 @@ class Recovery:
 
     def _sources(self) -> Iterator[Source]:
         """Yield the states to go on from, the newest first; of the same update that in memory."""
-        found = [Source(copy.update, copy, "the copies in memory") for copy in self.copies.candidates()]
+        found = [Source(copy.update, copy.states, "the copies in memory") for copy in self.copies.candidates()]
         for checkpoint in self.checkpoints():
             found.append(Source(checkpoint.index.update, checkpoint.folder, f"the checkpoint {checkpoint.path}"))
         yield from sorted(found, key=lambda source: source.update, reverse=True)

@@ -39,20 +39,15 @@ def model():
 """A model's module that notes by which policy it is loaded, and starts a thread."""
 
 IN_PROCESS = """
-import json, os, pickle, sys, time
-from contextlib import suppress
+import json, os, pickle, sys
 from functools import partial
 from pathlib import Path
 
 os.SCHED_IDLE = os.SCHED_BATCH  # threads inherit it all the same, and a busy machine has time for it
 
 def policies():
-    found = []
-    for task in Path("/proc/self/task").iterdir():
-        with suppress(FileNotFoundError, ProcessLookupError):  # it has just ended
-            # Behind the name in brackets, field 41 of proc(5).
-            found.append(int((task / "stat").read_text().rpartition(")")[2].split()[38]))
-    return found
+    # Behind the name in brackets, field 41 of proc(5).
+    return [int((task / "stat").read_text().rpartition(")")[2].split()[38]) for task in Path("/proc/self/task").iterdir()]
 
 spare_class, order, identity = pickle.loads(sys.stdin.buffer.read())
 found = {"early": sorted({"torch", "raypipe.actors.actor"} & sys.modules.keys())}
@@ -71,7 +66,6 @@ spare.prepare(order, when_idle=True)
 late = sys.modules.keys() - found.pop("loaded")
 found["late"] = sorted(name for name in late if name.partition(".")[0] not in sys.stdlib_module_names)
 found["module"] = sys.modules["noting"].policy
-time.sleep(0.5)  # for threads that were joined to leave the system's list
 found["before"] = policies()
 spare.take_device(pickle.loads(identity), gpu_share=0.0, node_position=None, gpus="")
 found["behind"] = policies()

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
-from ray.exceptions import RayError
 
 from raypipe.cluster.slots import ClusterNode, DeviceSlot
 from raypipe.cluster.stage_actors import StageActors
-from raypipe.cluster.state_copies import StateCopies, StateCopy
+from raypipe.cluster.state_copies import StateCopies
 from raypipe.cluster.states import within_reach
-from raypipe.config import ClusterConfig
-from raypipe.errors import StateLostError
 
 HOLDERS = {"a's": {"a"}, "b's": {"b"}, "of b and c": {"b", "c"}, "small": set[str]()}
 APART = [frozenset("ab")]
@@ -70,98 +67,21 @@ def test_copies_are_kept_by_nodes_that_are_reached() -> None:
     assert copies._keepers() == {0: 2, 1: 2, 2: 0}
 
 
-def test_copies_are_kept_on_other_nodes_alone() -> None:
-    assert StateCopies(actors("aab"), share=1.0)._keepers() == {0: 2, 1: 2, 2: 0}
-    assert StateCopies(actors("aa"), share=1.0)._keepers() == {}
-
-
-def test_actors_without_stages_drop_old_copies_once_newer_ones_are_kept() -> None:
-    calls: list[tuple[str, Sequence[int]]] = []
+def test_actors_that_keep_no_new_copies_drop_their_old_ones_once_newer_ones_are_kept() -> None:
+    calls: list[tuple[str, int]] = []
 
     class Dropping:
         def __init__(self, name: str) -> None:
-            call = SimpleNamespace(remote=lambda kept: calls.append((name, kept)))
-            self.drop_copies = SimpleNamespace(options=lambda **_: call)
+            call = SimpleNamespace(remote=lambda before: calls.append((name, before)))
+            self.drop_held = SimpleNamespace(options=lambda **_: call)
 
     alive = {number: SimpleNamespace(handle=Dropping(name)) for number, name in enumerate("abc")}
     copies = StateCopies(cast(StageActors, SimpleNamespace(alive=lambda: alive)), share=1.0)
-    copies._idle = {0: 3, 1: 4, 2: 4}
-    copies._drop_elsewhere((3, 4))
-    assert calls == []
+    for update, keeping in ((1, {0, 1}), (2, {1, 2}), (3, {1, 2}), (4, {1, 2})):
+        copies._drop_elsewhere(keeping, update=update, oldest=max(update - 1, 1))
+    assert calls == [("a", 2)]
     del alive[2]
-    for kept in ((4, 5), (5, 6), (6, 7)):
-        copies._drop_elsewhere(kept)
-    assert calls == [("a", (4, 5)), ("b", (5, 6))]
-    assert copies._idle == {}
-
-
-class Process:
-    """An actor on a node that keeps copies of other devices' layers, and exports copies or does not."""
-
-    def __init__(self, node: str, kept: set[tuple[int, int]], *, exports: bool = True) -> None:
-        self.slot = DeviceSlot(ClusterNode(node, node), f"{node}/0")
-        self.handle = self
-        self.kept_copies = self._call(lambda: kept)
-        done = None if exports else LOST
-        self.export_kept = self._call(lambda number, device, layers: [*(f"{layer} of {device} from {node}" for layer in layers), done])
-        self.export_copy = self._call(lambda part, layers: [*(f"{layer} of {part} on {node}" for layer in layers), done])
-
-    def _call(self, method: Callable[..., Any]) -> Any:
-        return SimpleNamespace(options=lambda **_: SimpleNamespace(remote=method))
-
-
-LOST = RayError()
-
-
-@pytest.fixture
-def answering(monkeypatch: pytest.MonkeyPatch) -> None:
-    def get(answer: Any, **_: Any) -> Any:
-        if answer is LOST:
-            raise LOST
-        return answer
-
-    monkeypatch.setattr("ray.get", get)
-    monkeypatch.setattr("ray.wait", lambda calls, **_: (calls, []))
-
-
-def copies_of(*processes: Process) -> StateCopies:
-    alive = dict(enumerate(processes))
-    return StateCopies(cast(StageActors, SimpleNamespace(alive=lambda: alive, cluster=ClusterConfig())), share=1.0)
-
-
-def copy() -> StateCopy:
-    """Return copy 5: of two layers on node a, and of one on node b."""
-    return StateCopy(10, 5, {0: (0, 1), 1: (2,)}, {0: ("a", "part"), 1: ("b", "other part")})
-
-
-@pytest.mark.usefixtures("answering")
-def test_a_copy_comes_from_the_stores_of_its_nodes() -> None:
-    found = copy()
-    copies = copies_of(Process("b", {(5, 0), (4, 0)}), Process("a", {(5, 1)}))
-    states = copies.states(found)
-    assert states == {0: ["0 of part on a"], 1: ["1 of part on a"], 2: ["2 of other part on b"]}
-    assert copies.states(found) is states
-
-
-@pytest.mark.usefixtures("answering")
-def test_what_was_on_a_lost_node_comes_from_its_keeper() -> None:
-    states = copies_of(Process("a", {(4, 1)}), Process("c", {(5, 1)})).states(copy())
-    assert states == {0: ["0 of part on a"], 1: ["1 of part on a"], 2: ["2 of 1 from c"]}
-
-
-@pytest.mark.usefixtures("answering")
-def test_what_a_node_does_not_export_comes_from_its_keeper() -> None:
-    states = copies_of(Process("a", set(), exports=False), Process("b", {(5, 0)})).states(copy())
-    assert states == {0: ["0 of 0 from b"], 1: ["1 of 0 from b"], 2: ["2 of other part on b"]}
-
-
-@pytest.mark.usefixtures("answering")
-def test_what_is_on_a_node_without_actors_and_has_no_keeper_is_fetched_by_another_one() -> None:
-    states = copies_of(Process("a", {(4, 1)})).states(copy())
-    assert states[2] == ["2 of other part on a"]
-
-
-@pytest.mark.usefixtures("answering")
-def test_a_copy_of_which_nobody_exports_a_part_is_lost() -> None:
-    with pytest.raises(StateLostError, match="device 0"):
-        copies_of(Process("a", set(), exports=False), Process("b", {(4, 0)})).states(copy())
+    for update in (5, 6):
+        copies._drop_elsewhere({0, 1}, update=update, oldest=update - 1)
+    assert calls == [("a", 2)]
+    assert copies._holding.keys() == {0, 1}

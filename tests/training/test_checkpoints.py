@@ -4,21 +4,20 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
 
 from raypipe.actors.stage.checkpoint import Checkpoint
-from raypipe.actors.stage.state import PackedState, packed
+from raypipe.actors.stage.state import packed
 from raypipe.artifacts.checkpoint_files import CheckpointIndex, FileSums
 from raypipe.artifacts.storage import Storage
 from raypipe.cluster.actor_group import Member
 from raypipe.cluster.slots import ClusterNode, DeviceSlot
-from raypipe.cluster.state_copies import StateCopies, StateCopy
+from raypipe.cluster.state_copies import StateCopy
 from raypipe.config import CheckpointMetric, ClusterConfig, RunConfig
 from raypipe.errors import NonFiniteError, RunError
 from raypipe.training.checkpoints import Checkpoints
@@ -185,28 +184,22 @@ def test_what_nobody_ended_writing_is_removed(tmp_path: Path, monkeypatch: pytes
     assert run.saved() == [1]
 
 
-def copies(states: Mapping[int, PackedState]) -> StateCopies:
-    """Return copies of one layer by update, the newest first."""
-    found = [StateCopy(update, number, {0: [0]}) for number, update in enumerate(states)]
-    return cast(StateCopies, SimpleNamespace(candidates=lambda: found, states=lambda copy, *, timeout_s: {0: [states[copy.update]]}))
-
-
 def test_the_copy_in_memory_is_written_where_no_time_is_left_for_the_window(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = Run(tmp_path, monkeypatch)
     run.save(5)
     run.checkpoints.wait()
     monkeypatch.setattr("raypipe.training.checkpoints.ray.get", lambda parts, **_: parts)
     states = {update: packed({"weight": torch.full((3,), float(update))}) for update in (5, 10, 15)}
-    run.checkpoints.save_copy(copies({5: states[5]}))
+    run.checkpoints.save_copy([StateCopy(5, {0: [states[5]]})])
     assert run.saved() == [5], "that is saved already"
-    run.checkpoints.save_copy(copies({15: states[15], 10: states[10]}))
+    run.checkpoints.save_copy([StateCopy(15, {0: [states[15]]}), StateCopy(10, {0: [states[10]]})])
     assert run.told[-1] == "no time is left for this window: writing the copy of update 15 that is in memory"
     newest = Checkpoint.latest(run.folder.path)
     assert newest is not None
     assert newest == run.checkpoints.newest
     assert newest.index.update == 15
     assert newest.load_layer(0)["weight"].tolist() == [15.0, 15.0, 15.0]
-    run.checkpoints.save_copy(copies({20: packed({"weight": torch.tensor([math.inf])})}))
+    run.checkpoints.save_copy([StateCopy(20, {0: [packed({"weight": torch.tensor([math.inf])})]})])
     assert "update 20 was not saved: weight in layer-0000-a.safetensors is infinite" in run.told[-1]
     assert not run.events, "the run is not between windows"
 
