@@ -22,7 +22,7 @@ from raypipe.planning.evaluator import LayoutEvaluator
 from raypipe.planning.layout import Layout
 from raypipe.planning.plan_bound import plan_bound
 from raypipe.planning.problem import Problem
-from raypipe.planning.search import LayoutSearch, SearchBudget
+from raypipe.planning.search import LayoutSearch
 from raypipe.planning.solve import solve
 from tests.planning.instances import all_plans, random_problem
 
@@ -103,9 +103,9 @@ def stored() -> list[tuple[Case, float]]:
     return [(Case(**entry["case"]), entry["optimum_s"]) for entry in entries if entry["optimum_s"] is not None]
 
 
-def gap(case: Case, best_s: float, budget: SearchBudget | None = None) -> float:
+def gap(case: Case, best_s: float) -> float:
     """How far the search's plan is above the best of all; below 0 where a limit on activations that is not tried there helps."""
-    found = LayoutSearch(LayoutEvaluator(case.problem()), budget=budget or SearchBudget()).run()
+    found = LayoutSearch(LayoutEvaluator(case.problem())).run()
     assert found is not None
     assert not found.missing_bytes
     return found.update_s / best_s - 1
