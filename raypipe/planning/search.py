@@ -128,12 +128,12 @@ class LayoutSearch:
         fitting: list[Layout] = []
         best_s = math.inf
 
-        def of_groups() -> Iterator[Layout]:
+        def promising() -> Iterator[Layout]:
             for workers in groups.workers():
                 if groups.least_s(workers) <= best_s and (layout := groups.dealt(workers)) is not None:
                     yield layout
 
-        for layout in chain(node_pipelines(self.evaluator.estimator, orders=self.schedules[:1]), of_groups()):
+        for layout in chain(node_pipelines(self.evaluator.estimator, orders=self.schedules[:1]), promising()):
             yield layout
             if math.isfinite(self.estimate_s(layout)):
                 best_s = min(best_s, self.estimate_s(layout))
