@@ -1,7 +1,8 @@
 """Figures of stages on a GPU: what raypipe costs beyond plain PyTorch, what the host costs, and whether traces and predictions hold.
 
-    python benchmarks/gpu.py [--parts stage host share] [--layers 24] [--width 1024] [--heads 16] [--positions 1024] [--vocabulary 50304]
-                             [--microbatches 4] [--rows 4] [--updates 5] [--rounds 5] [--precision bf16-mixed] [--json FILE]
+    python benchmarks/gpu.py [--parts stage host profile share fault] [--layers 24] [--width 1024] [--heads 16] [--positions 1024]
+                             [--vocabulary 50304] [--microbatches 4] [--rows 4] [--updates 5] [--rounds 5] [--precision bf16-mixed]
+                             [--sharing 2 4] [--traces FOLDER] [--json FILE]
 
 stage   One stage: tokens a second of one raypipe actor and of a training loop as one writes it by hand (gradients accumulated over the
         microbatches, fused AdamW, no clipping), on the same GPU in interleaved rounds; a GPT of 355 million parameters by default, and a
@@ -10,28 +11,37 @@ stage   One stage: tokens a second of one raypipe actor and of a training loop a
         Also: the window by the trace, which is of CUDA events, over the driver's wall time; measured over predicted; memory.
 host    What an Op costs the host until its kernels are enqueued, with layers so small that the GPU never holds it up: of the executor,
         and of the same layers called by hand.
-share   Two actors on one GPU, each with half of the layers, over one with all of them: what messages and sharing cost.
+profile The kernels of an update, one stage in this process: seconds in all, and in which the GPU stands idle, of raypipe and of the loop;
+        the kernels in which they differ most.
+share   Two and four actors on one GPU, each with its part of the layers, over one with all of them, and over the sum of the plain loop's
+        kernels: what messages and sharing cost. Beside it torch's own pipelines in as many processes, if they run there.
+fault   How long the others go on after one of two actors is killed in a window.
 
-Meant to take less than ten minutes on one H200; not timed yet.
+Meant to take less than ten minutes on one H100.
 """
 
 from __future__ import annotations
 
 import argparse
 import math
+import os
+import signal
 import sys
+import threading
 import time
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator
 from contextlib import closing, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
 from gpt_cpu import RandomTokens
 from rounds import Summary, in_rounds, print_table, write_json
-from systems import RaypipeSystem, Work
+from systems import RaypipeSystem, System, TorchSystem, Work
 from torch import nn
+from torch.autograd import DeviceType  # type: ignore[attr-defined]
 
 from raypipe import ClusterConfig
 from raypipe.actors.devices import upload
@@ -98,13 +108,13 @@ class PlainLoop:
         return time.perf_counter() - since, [float(loss) for loss in losses]
 
 
-def work_of(arguments: argparse.Namespace, *, num_devices: int) -> Work:
+def work_of(arguments: argparse.Namespace, *, num_devices: int, schedule: str = "1f1b") -> Work:
     """One window, the blocks in equal parts, the embedding on the first stage, the head on the last."""
     sizes = [arguments.layers // num_devices] * num_devices
     sizes[0] += 1
     sizes[-1] += 1
     return Work(
-        schedule="1f1b",
+        schedule=schedule,
         num_devices=num_devices,
         num_microbatches=arguments.microbatches,
         microbatch_size=arguments.rows,
@@ -222,28 +232,160 @@ def host(arguments: argparse.Namespace) -> Part:
     return Part("What an Op costs the host, with layers of no size (half forwards, half backwards)", rows, {"seconds": found})
 
 
+def profile(arguments: argparse.Namespace) -> Part:
+    """The kernels of one update."""
+    work = replace(work_of(arguments, num_devices=1), num_updates=1)
+    device = torch.device("cuda", 0)
+    model = work.model()
+    ours = LocalPipeline(
+        model,
+        cut=work.cut,
+        schedule=work.order,
+        batches=work.batches("train"),
+        optimizer=lambda weights: build_optimizer(work.optimizer, weights),
+        learning_rate=lambda _: work.learning_rate,
+        precision=work.precision,
+        on=device,
+    )
+    theirs = PlainLoop(work, work.precision, device)
+    found: dict[str, Kernels] = {}
+    runs: dict[str, Callable[[], object]] = {"raypipe": ours.run_window, "plain": theirs.run_window}
+    for name, run in runs.items():
+        for _ in range(3):
+            run()
+        found[name] = Kernels.of(run, trace=f"{arguments.traces}/{name}.json.gz" if arguments.traces else None)
+    ours.close()
+    rows = [
+        {
+            "system": name,
+            "kernels": str(sum(kernels.counts.values())),
+            "ms in all": f"{1e3 * kernels.busy_s:.2f}",
+            "ms from first to last": f"{1e3 * kernels.span_s:.2f}",
+            "idle": f"{1 - kernels.union_s / kernels.span_s:.3f}",
+        }
+        for name, kernels in found.items()
+    ]
+    more = Counter(found["raypipe"].seconds)
+    more.subtract(found["plain"].seconds)
+    for name, seconds in sorted(more.items(), key=lambda item: -abs(item[1]))[:12]:
+        counts = "/".join(str(kernels.counts[name]) for kernels in found.values())
+        rows.append({
+            "system": f"{name[:70]}",
+            "kernels": counts,
+            "ms in all": f"{1e3 * seconds:+.3f}",
+            "ms from first to last": "",
+            "idle": "",
+        })
+    return Part("Kernels of one update in one process; below, raypipe less plain", rows, {"kernels": found})
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """What the GPU did: kernels and copies by name."""
+
+    counts: Counter[str]
+    seconds: Counter[str]
+    busy_s: float
+    union_s: float
+    span_s: float
+
+    @classmethod
+    def of(cls, run: Callable[[], object], *, trace: str | None = None) -> Kernels:
+        """Profiles a run."""
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiled:
+            run()
+            torch.cuda.synchronize()
+        if trace:
+            profiled.export_chrome_trace(trace)
+        on_gpu = [event for event in profiled.events() or [] if event.device_type is DeviceType.CUDA]
+        counts, seconds = Counter[str](), Counter[str]()
+        union_us = until = 0.0
+        for event in sorted(on_gpu, key=lambda event: event.time_range.start):
+            start, end = event.time_range.start, event.time_range.end
+            counts[event.name] += 1
+            seconds[event.name] += (end - start) / 1e6
+            union_us += max(end - max(start, until), 0.0)
+            until = max(until, end)
+        span_us = until - min(event.time_range.start for event in on_gpu)
+        return cls(counts, seconds, sum(seconds.values()), union_us / 1e6, span_us / 1e6)
+
+
 def shared(arguments: argparse.Namespace) -> Part:
-    """One actor with all layers, two with half of them each."""
+    """One actor with all layers; two and four with their parts, by schedule and transport; torch's processes."""
+    alone = replace(work_of(arguments, num_devices=1), num_updates=1)
+    plain = PlainLoop(alone, alone.precision, torch.device("cuda", 0))
+    for _ in range(3):
+        plain.run_window()
+    kernels_s = Kernels.of(plain.run_window).busy_s
+    del plain
+    torch.cuda.empty_cache()
     found: dict[str, Summary] = {}
-    for number in (1, 2):
-        work = work_of(arguments, num_devices=number)
-        with closing(RaypipeSystem(work, transport=Transport.AUTO)) as system:
-            system.run_window()
-            seconds = [system.run_window().seconds / work.num_updates for _ in range(arguments.rounds)]
-        found[f"{number} actor{'s' if number > 1 else ''}"] = Summary.of(seconds)
-    alone = found["1 actor"].median
+    failed: dict[str, str] = {}
+    cases = [(1, "1f1b", "raypipe")]
+    for number in arguments.sharing:
+        cases += [(number, schedule, "raypipe") for schedule in ("1f1b", "zb-h1", "amdp")]
+        cases += [(number, "1f1b", "raypipe-nccl"), (number, "1f1b", "torch")]
+    for number, schedule, name in cases:
+        key = f"{number} x {schedule}, {name}"
+        since = time.perf_counter()
+        try:
+            work = work_of(arguments, num_devices=number, schedule=schedule)
+            system: System = TorchSystem(work) if name == "torch" else RaypipeSystem(work, transport=_TRANSPORTS[name])
+            with closing(system):
+                system.run_window()
+                seconds = [system.run_window().seconds / work.num_updates for _ in range(arguments.rounds)]
+        except Exception as error:  # the others are measured all the same
+            failed[key] = f"{type(error).__name__}: {error}"[-600:]
+            print(f"{key} failed after {time.perf_counter() - since:.0f} s: {failed[key]}", flush=True)
+            continue
+        found[key] = Summary.of(seconds)
+        print(f"{key}: {found[key].median:.4f} s an update; {time.perf_counter() - since:.0f} s in all", flush=True)
+    alone_s = found[next(iter(found))].median
     rows = [
         {
             "on one GPU": key,
             "s per update": f"{summary.median:.4f} +-{summary.spread:.4f}",
-            "over one actor": f"{summary.median / alone:.3f}",
+            "over one actor": f"{summary.median / alone_s:.3f}",
+            "over all kernels": f"{summary.median / kernels_s:.3f}",
         }
         for key, summary in found.items()
     ]
-    return Part("Two actors on one GPU, one after the other measured", rows, {"seconds": found})
+    return Part("Actors on one GPU, one after the other measured", rows, {"kernels_s": kernels_s, "seconds": found, "failed": failed})
 
 
-PARTS = {"stage": one_stage, "host": host, "share": shared}
+def fault(arguments: argparse.Namespace) -> Part:
+    """The seconds from the death of one of two actors to the driver's error, and to when the other one is at rest."""
+    work = work_of(arguments, num_devices=2)
+    told: list[float] = []
+    rested: list[float] = []
+    for _ in range(3):
+        system = RaypipeSystem(work, transport=Transport.AUTO)
+        with closing(system.coordinator):
+            window_s = system.run_window().seconds
+            died: list[float] = []
+
+            def kill(system: RaypipeSystem = system, died: list[float] = died) -> None:
+                died.append(time.perf_counter())
+                os.kill(system.coordinator.actors.infos[1].pid, signal.SIGKILL)
+
+            timer = threading.Timer(window_s / 2, kill)
+            timer.start()
+            try:
+                system.run_window()
+            except RaypipeError as error:
+                told.append(time.perf_counter() - died[0])
+                problem = str(error)
+            system.coordinator.actors.rest([1])
+            rested.append(time.perf_counter() - died[0])
+    rows = [
+        {"after the death": "the driver knows", "s": " ".join(f"{value:.2f}" for value in told)},
+        {"after the death": "the other actor is at rest", "s": " ".join(f"{value:.2f}" for value in rested)},
+    ]
+    return Part("One of two actors is killed in a window", rows, {"told_s": told, "rested_s": rested, "error": problem})
+
+
+_TRANSPORTS = {"raypipe": Transport.AUTO, "raypipe-nccl": Transport.NCCL}
+PARTS = {"stage": one_stage, "host": host, "profile": profile, "share": shared, "fault": fault}
 
 
 def parsed() -> argparse.Namespace:
@@ -254,13 +396,15 @@ def parsed() -> argparse.Namespace:
     for name, default in {"microbatches": 4, "rows": 4, "updates": 5, "rounds": 5}.items():
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--precision", choices=[Precision.FLOAT32, Precision.BF16_MIXED], default=Precision.BF16_MIXED)
+    parser.add_argument("--sharing", type=int, nargs="+", default=[2, 4], metavar="N", help="actors on one GPU")
+    parser.add_argument("--traces", help="folder for the traces of `profile`")
     parser.add_argument("--json", help="file for all values")
     return parser.parse_args()
 
 
 def measured(arguments: argparse.Namespace) -> Iterator[Part]:
     """The parts, one after the other."""
-    with session(ClusterConfig(dashboard=False), num_devices=2, cpus_per_device=1.0):
+    with session(ClusterConfig(dashboard=False), num_devices=max(arguments.sharing), cpus_per_device=1.0):
         for name in arguments.parts:
             yield PARTS[name](arguments)
             torch.cuda.empty_cache()

@@ -2,7 +2,7 @@
 
     raypipe         Ray actors; messages as raypipe chooses by itself: shared memory on one node
     raypipe-gloo    Ray actors; all messages by gloo
-    torch           plain processes and gloo, torch's own schedules
+    torch           plain processes and gloo, torch's own schedules; on GPUs NCCL
 
 Both run a window of updates when they are told to, and the clock of the driver counts from telling to the last answer.
 Layers, first weights, rows, loss and optimizer are the same; no update waits for other stages, no gradient is clipped.
@@ -78,8 +78,8 @@ class Work:
         layers_per_stage: the cut.
         learning_rate: of AdamW, the same for all updates.
         seed: of the first weights.
-        gpus_per_device: of raypipe's actors; 0 for CPU slots.
-        precision: in which raypipe computes.
+        gpus_per_device: of each process; 0 for CPUs. Processes that share one are hosts of their own to NCCL, which refuses them else.
+        precision: in which both compute.
     """
 
     schedule: str
@@ -115,8 +115,8 @@ class Work:
     @property
     def stages(self) -> list[tuple[int, ...]]:
         """The stages of each device."""
-        workers = self.order.pipelines[0]
-        return [tuple(stage for stage, at in enumerate(workers) if at == device) for device in range(self.num_devices)]
+        held = [(at, stage) for workers in self.order.pipelines for stage, at in enumerate(workers)]
+        return [tuple(sorted({stage for at, stage in held if at == device})) for device in range(self.num_devices)]
 
     @property
     def cut(self) -> Cut:
@@ -307,8 +307,14 @@ def _serve(work: Work, rank: int, store: str, pipe: Connection) -> None:
     """The life of one of torch's processes: it works when told, and ends when the driver closes the pipe."""
     torch.set_num_threads(1)
     patience = timedelta(seconds=_PATIENCE_S)
-    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=work.num_devices, timeout=patience)
-    process = _Rank(work, rank)
+    device, backend = torch.device("cpu"), "gloo"
+    if work.gpus_per_device:
+        device, backend = torch.device("cuda", rank % torch.cuda.device_count()), "nccl"
+        torch.cuda.set_device(device)
+        if work.gpus_per_device < 1:
+            os.environ["NCCL_HOSTID"] = f"torch-{rank}"
+    dist.init_process_group(backend, init_method=store, rank=rank, world_size=work.num_devices, timeout=patience)
+    process = _Rank(work, rank, device)
     pipe.send(process.order)
     try:
         while pipe.recv():
@@ -320,8 +326,9 @@ def _serve(work: Work, rank: int, store: str, pipe: Connection) -> None:
 class _Rank:
     """One of torch's ranks: its stages, their optimizers, and the schedule."""
 
-    def __init__(self, work: Work, rank: int) -> None:
+    def __init__(self, work: Work, rank: int, device: torch.device) -> None:
         self.work = work
+        self.device = device
         self.model = work.model()
         self.done = 0
         cut = work.cut
@@ -331,17 +338,18 @@ class _Rank:
         num_stages = len(cut.stages)
         self.first, self.last = 0 in modules, num_stages - 1 in modules
         self.source = work.batches("train")
-        stages = [PipelineStage(module, stage, num_stages, torch.device("cpu")) for stage, module in modules.items()]
+        stages = [PipelineStage(module, stage, num_stages, device) for stage, module in modules.items()]
         several = num_stages > work.num_devices
         self.schedule = TORCH_SCHEDULES[work.schedule](stages if several else stages[0], work.num_microbatches, loss_fn=self._loss)
         rows = self.schedule.pipeline_order if several else {}
         self.order = [[str(action) for action in rows[rank] if action is not None] for rank in sorted(rows)]
 
     def _module(self, layers: tuple[int, ...]) -> nn.Module:
-        return nn.Sequential(*(build_layer(self.model.layers[layer], index=layer, seed=self.work.seed) for layer in layers))
+        built = nn.Sequential(*(build_layer(self.model.layers[layer], index=layer, seed=self.work.seed) for layer in layers))
+        return _Autocast(built.to(self.device)) if self.work.precision is Precision.BF16_MIXED else built.to(self.device)
 
     def _loss(self, output: Tensor, targets: Tensor) -> Tensor:
-        return self.model.loss(output, {"targets": targets})
+        return self.model.loss(output.float(), {"targets": targets})
 
     def run(self) -> _Share:
         """Runs a window."""
@@ -366,5 +374,22 @@ class _Rank:
         first = self.done * self.work.num_microbatches
         batches = [self.source.batch(microbatch, (0.0, 1.0)) for microbatch in range(first, first + self.work.num_microbatches)]
         (field,) = batches[0].keys() - {"targets"}
-        inputs = [torch.cat([batch[field] for batch in batches])] if self.first else []
-        return inputs, torch.cat([batch["targets"] for batch in batches]) if self.last else None
+        inputs = [self._upload([batch[field] for batch in batches])] if self.first else []
+        return inputs, self._upload([batch["targets"] for batch in batches]) if self.last else None
+
+    def _upload(self, rows: list[Tensor]) -> Tensor:
+        whole = torch.cat(rows)
+        return whole.pin_memory().to(self.device, non_blocking=True) if self.device.type == "cuda" else whole
+
+
+class _Autocast(nn.Module):
+    """Layers under autocast in bfloat16, as one writes it by hand."""
+
+    def __init__(self, layers: nn.Module) -> None:
+        super().__init__()
+        self.layers = layers
+
+    def forward(self, *inputs: Tensor) -> Tensor:
+        with torch.autocast("cuda", torch.bfloat16):
+            output: Tensor = self.layers(*inputs)
+        return output

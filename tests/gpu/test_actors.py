@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from raypipe.actors.execution.faults import Fault, FaultKind, FaultScript
-from raypipe.config import ClusterConfig, OptimizerConfig, Precision, RunConfig, ScalingConfig, ScheduleConfig
+from raypipe.config import ClusterConfig, FailureConfig, OptimizerConfig, Precision, RunConfig, ScalingConfig, ScheduleConfig
 from raypipe.errors import RunError, StageFailedError
 from raypipe.models.gpt import gpt
 from raypipe.schedules.ir import UpdateScope
@@ -47,6 +47,7 @@ def train(
     faults: FaultScript | None = None,
     num_updates: int = NUM_UPDATES,
     message_timeout_s: float = 60.0,
+    max_failures: int = 0,
 ) -> Result:
     share = min(1.0, torch.cuda.device_count() / num_devices)
     return Trainer(
@@ -67,6 +68,7 @@ def train(
         ),
         scaling_config=ScalingConfig(num_devices=num_devices, use_gpu=True, gpus_per_device=share),
         cluster_config=ClusterConfig(message_timeout_s=message_timeout_s),
+        failure_config=FailureConfig(max_failures=max_failures),
         run_config=RunConfig(name="test", storage_path=str(folder), num_updates=num_updates),
         faults=faults,
     ).fit()
@@ -141,6 +143,6 @@ def test_a_spare_process_that_sees_no_gpu_takes_that_of_a_lost_one(
     tmp_path: Path, expected: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     watched = watch_spares(monkeypatch)
-    found = train(tmp_path, "1f1b", 2, faults=FaultScript((Fault(1, "1F2", FaultKind.KILL, window=2),)))
+    found = train(tmp_path, "1f1b", 2, faults=FaultScript((Fault(1, "1F2", FaultKind.KILL, window=2),)), max_failures=1)
     assert found.losses == pytest.approx(expected, rel=1e-5)
     assert watched.taken == [[1]]
