@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,18 +24,23 @@ def _filler(device: torch.device) -> Tensor:
 
 
 def upload(batch: Batch, device: torch.device) -> Batch:
-    """Copy a batch to a device without waiting."""
-    if device.type == "cpu":
-        return batch
-    # A GPU reads pinned memory by itself; torch keeps the pinned copy until it has been read.
-    host = {name: tensor.contiguous().pin_memory() if device.type == "cuda" else tensor for name, tensor in batch.items()}
-    return {name: tensor.to(device, non_blocking=True) for name, tensor in host.items()}
+    """Copy to a device, without waiting, what of a batch is not there."""
+    return batch if device.type == "cpu" else {name: _uploaded(tensor, device) for name, tensor in batch.items()}
+
+
+def _uploaded(tensor: Tensor, device: torch.device) -> Tensor:
+    if device.type == "cuda" and tensor.is_cpu:
+        # A GPU reads pinned memory by itself; torch keeps the pinned copy until it has been read.
+        tensor = tensor.contiguous().pin_memory()
+    return tensor.to(device, non_blocking=True)
 
 
 def seed(device: torch.device, number: int) -> None:
     """Seed torch's generators of the host and of a device."""
     torch.default_generator.manual_seed(number)  # 100 times as fast as `torch.manual_seed`
-    if device.type != "cpu":
+    if device.type == "cuda":
+        torch.cuda.default_generators[device.index].manual_seed(number)
+    elif device.type != "cpu":
         torch.get_device_module(device).manual_seed_all(number)
 
 
@@ -74,6 +80,15 @@ def peak_bytes(work: Callable[[], object], device: torch.device) -> int:
     before = module.memory_allocated(device)
     work()
     return int(module.max_memory_allocated(device)) - int(before)
+
+
+def mark(device: torch.device) -> Any:
+    """Record what the computing stream of this thread has been told so far; `None` on a CPU, where that is done."""
+    if device.type == "cpu":
+        return None
+    event = torch.get_device_module(device).Event()
+    event.record()
+    return event
 
 
 def own_stream(device: torch.device) -> AbstractContextManager[object]:

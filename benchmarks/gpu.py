@@ -1,7 +1,7 @@
 """Figures of stages on a GPU: what raypipe costs beyond plain PyTorch, what the host costs, and whether traces and predictions hold.
 
     python benchmarks/gpu.py [--parts stage host profile share fault] [--layers 24] [--width 1024] [--heads 16] [--positions 1024]
-                             [--vocabulary 50304] [--microbatches 4] [--rows 4] [--updates 5] [--rounds 5] [--precision bf16-mixed]
+                             [--vocabulary 50304] [--microbatches 4] [--rows 8] [--updates 5] [--rounds 5] [--precision bf16-mixed]
                              [--sharing 2 4] [--traces FOLDER] [--json FILE]
 
 stage   One stage: tokens a second of one raypipe actor and of a training loop as one writes it by hand (gradients accumulated over the
@@ -297,7 +297,7 @@ class Kernels:
             torch.cuda.synchronize()
         if trace:
             profiled.export_chrome_trace(trace)
-        on_gpu = [event for event in profiled.events() or [] if event.device_type is DeviceType.CUDA]
+        on_gpu = [event for event in profiled.events() or [] if event.device_type == DeviceType.CUDA]
         counts, seconds = Counter[str](), Counter[str]()
         union_us = until = 0.0
         for event in sorted(on_gpu, key=lambda event: event.time_range.start):
@@ -393,7 +393,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--parts", nargs="+", choices=list(PARTS), default=list(PARTS))
     for name, default in {"layers": 24, "width": 1024, "heads": 16, "positions": 1024, "vocabulary": 50304}.items():
         parser.add_argument(f"--{name}", type=int, default=default)
-    for name, default in {"microbatches": 4, "rows": 4, "updates": 5, "rounds": 5}.items():
+    for name, default in {"microbatches": 4, "rows": 8, "updates": 5, "rounds": 5}.items():
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--precision", choices=[Precision.FLOAT32, Precision.BF16_MIXED], default=Precision.BF16_MIXED)
     parser.add_argument("--sharing", type=int, nargs="+", default=[2, 4], metavar="N", help="actors on one GPU")

@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import Any, NamedTuple
@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from raypipe.actors import devices
 from raypipe.actors.execution.steps import StartStep
 from raypipe.actors.transport.protocol import Pending, Places, Transport
 from raypipe.communication.shards import Segment
@@ -68,7 +69,7 @@ class Starter:
         self._share = share
         self._put = put
         self._at_rest = at_rest
-        self._module = None if on.type == "cpu" else torch.get_device_module(on)
+        self._on = on
         self.pending: dict[Collective, Pending | Future[Pending]] = {}
         self._endings: dict[Collective, Future[_Ended]] = {}
         """Of collectives that the thread ends, because others are behind them."""
@@ -85,9 +86,11 @@ class Starter:
         share = None if step.after else self._share(collective)
         needed = tuple((each, self.pending[each], self._endings.setdefault(each, Future())) for each in step.after)
         self._last = self.pending[collective] = Future()
-        self._held.put(_Held(step, share, needed, self._last, self._mark()))
+        self._held.put(_Held(step, share, needed, self._last, devices.mark(self._on)))
         if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="raypipe starts collectives", daemon=True)
+            self._thread = threading.Thread(
+                target=self._run, args=(devices.own_stream(self._on),), name="raypipe starts collectives", daemon=True
+            )
             self._thread.start()
 
     def finish(self, collective: Collective) -> int:
@@ -119,8 +122,8 @@ class Starter:
         self._put(collective, total)
         return total.nbytes
 
-    def _run(self) -> None:
-        with torch.no_grad(), self._on_own_stream():
+    def _run(self, on_own_stream: AbstractContextManager[object]) -> None:
+        with torch.no_grad(), on_own_stream:
             while (held := self._held.get()) is not None:
                 self._start_held(held)
                 del held  # It has sums, whose memory would be kept until the next one.
@@ -132,7 +135,7 @@ class Starter:
             for collective, pending, ending in held.needed:
                 if not ending.done():
                     started = pending.result() if isinstance(pending, Future) else pending
-                    ending.set_result(_Ended(self._end(collective, started), self._mark()))
+                    ending.set_result(_Ended(self._end(collective, started), devices.mark(self._on)))
             share = self._share(held.step.collective) if held.share is None else held.share
             held.started.set_result(self._begin(held.step, share))
         except BaseException as error:  # raised by who awaits it
@@ -140,14 +143,3 @@ class Starter:
             for future in futures:
                 if not future.done():
                     future.set_exception(error)
-
-    def _on_own_stream(self) -> AbstractContextManager[object]:
-        return nullcontext() if self._module is None else self._module.stream(self._module.Stream())
-
-    def _mark(self) -> Any:
-        """Record what the computing stream of this thread has been told so far; `None` on a CPU."""
-        if self._module is None:
-            return None
-        mark = self._module.Event()
-        mark.record()
-        return mark

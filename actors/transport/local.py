@@ -6,10 +6,12 @@ import threading
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from raypipe.actors import devices
 from raypipe.actors.transport.protocol import ErrorPlace, Expected, Pending, Places, TensorSpec, own_numbers, summing_dtype
 from raypipe.communication.shards import Segment
 from raypipe.errors import AbortedError, TransportTimeoutError
@@ -29,7 +31,7 @@ class LocalNetwork:
         self.names = tuple(names) if names is not None else tuple(map(str, range(num_devices)))
         self.timeout_s = timeout_s
         self.inboxes = [_Inbox() for _ in range(num_devices)]
-        self._shares: dict[_SumKey, dict[int, tuple[Collective, Tensor]]] = {}
+        self._shares: dict[_SumKey, dict[int, _Share]] = {}
         self._lock = threading.Lock()
 
     def transport(self, device: int) -> LocalTransport:
@@ -40,7 +42,7 @@ class LocalNetwork:
         """Add one member's share to a sum; the last to come sums for all."""
         with self._lock:
             shares = self._shares.setdefault(key, {})
-            shares[device] = (collective, tensor)
+            shares[device] = _Share(collective, tensor, devices.mark(tensor.device))
             if len(shares) < len(collective.devices):
                 return
             del self._shares[key]
@@ -49,18 +51,34 @@ class LocalNetwork:
             self.inboxes[member].put_sum(key, total)
 
 
-def _sum(shares: Sequence[tuple[Collective, Tensor]]) -> Tensor | str:
+class _Share(NamedTuple):
+    """What a member brings, and when its GPU has made it: threads may compute on streams of their own."""
+
+    collective: Collective
+    tensor: Tensor
+    made: Any
+
+
+class _Total(NamedTuple):
+    tensor: Tensor
+    made: Any
+
+
+def _sum(shares: Sequence[_Share]) -> _Total | str:
     for descriptions in (
-        [str(collective) for collective, _ in shares],
-        [str(TensorSpec(tuple(tensor.shape), tensor.dtype)) for _, tensor in shares],
+        [str(share.collective) for share in shares],
+        [str(TensorSpec(tuple(share.tensor.shape), share.tensor.dtype)) for share in shares],
     ):
         if len(set(descriptions)) > 1:
             return f"its members brought different things: {', '.join(descriptions)}"
-    tensors = [tensor for _, tensor in shares]
-    total = tensors[0].to(summing_dtype(tensors[0].dtype), copy=True)
-    for tensor in tensors[1:]:
-        total += tensor
-    return total.to(tensors[0].dtype)
+    for share in shares:
+        if share.made is not None:
+            share.made.wait()
+    first = shares[0].tensor
+    total = first.to(summing_dtype(first.dtype), copy=True)
+    for share in shares[1:]:
+        total += share.tensor
+    return _Total(total.to(first.dtype), devices.mark(first.device))
 
 
 class _Inbox:
@@ -69,7 +87,7 @@ class _Inbox:
     def __init__(self) -> None:
         self.condition = threading.Condition()
         self.messages: dict[int, deque[tuple[Message, tuple[Tensor, ...]]]] = {}
-        self.sums: dict[_SumKey, Tensor | str] = {}
+        self.sums: dict[_SumKey, _Total | str] = {}
         self.closed_peers: set[int] = set()
         self.abort_reason: str | None = None
 
@@ -78,7 +96,7 @@ class _Inbox:
             self.messages.setdefault(source, deque()).append((message, tensors))
             self.condition.notify_all()
 
-    def put_sum(self, key: _SumKey, total: Tensor | str) -> None:
+    def put_sum(self, key: _SumKey, total: _Total | str) -> None:
         with self.condition:
             self.sums[key] = total
             self.condition.notify_all()
@@ -213,5 +231,9 @@ class _LocalPending:
             total = inbox.sums.pop(self.key)
         if isinstance(total, str):
             raise error.of_collective(self.collective, total)
-        self.tensor.detach().copy_(total)
+        if total.made is not None:
+            total.made.wait()
+        if total.tensor.is_cuda:
+            total.tensor.record_stream(torch.cuda.current_stream())
+        self.tensor.detach().copy_(total.tensor)
         return self.tensor

@@ -44,6 +44,7 @@ def train(
     num_devices: int,
     *,
     precision: Precision = Precision.FLOAT32,
+    compile_layers: bool = False,
     faults: FaultScript | None = None,
     num_updates: int = NUM_UPDATES,
     message_timeout_s: float = 60.0,
@@ -54,6 +55,7 @@ def train(
         "raypipe.models.gpt:gpt",
         model_options=SIZES,
         precision=precision,
+        compile_layers=compile_layers,
         batches=rows,
         schedule_config=ScheduleConfig(
             name=schedule, num_microbatches=NUM_MICROBATCHES, microbatch_size=2, updates_per_window=5, update_scope=UpdateScope.GLOBAL
@@ -105,6 +107,10 @@ def test_an_asynchronous_schedule_trains(tmp_path: Path, expected: list[float]) 
 
 def test_in_bfloat16_losses_are_near(tmp_path: Path, expected: list[float]) -> None:
     assert train(tmp_path, "1f1b", 2, precision=Precision.BF16_MIXED).losses == pytest.approx(expected, rel=2e-3)
+
+
+def test_compiled_layers_do_what_they_do_uncompiled(tmp_path: Path, expected: list[float]) -> None:
+    assert train(tmp_path, "zb-h1", 2, compile_layers=True).losses == pytest.approx(expected, rel=1e-4)
 
 
 def test_a_killed_actor_ends_the_run_at_once_and_is_named(tmp_path: Path) -> None:
