@@ -87,6 +87,7 @@ class LocalPipeline:
             )
             for program, on_device in zip(self.programs, self.weights, strict=True)
         ]
+        self._threads = ThreadPoolExecutor(len(self.executors))  # libraries of GPUs keep plans by thread
 
     def run_window(self, schedule: Schedule | None = None) -> list[WindowReport]:
         """Run the next window, by default that of the pipeline's schedule; return one report per device.
@@ -106,7 +107,8 @@ class LocalPipeline:
         return self._run(self._programs_of(schedule), window)
 
     def close(self) -> None:
-        """End the threads of devices that are GPUs."""
+        """End the threads."""
+        self._threads.shutdown()
         for executor in self.executors:
             executor.close()
 
@@ -124,8 +126,7 @@ class LocalPipeline:
                     other.abort(f"device {executor.device} failed: {error}")
                 raise
 
-        with ThreadPoolExecutor(len(self.executors)) as pool:
-            futures = [pool.submit(one, executor, program) for executor, program in zip(self.executors, what, strict=True)]
+        futures = [self._threads.submit(one, executor, program) for executor, program in zip(self.executors, what, strict=True)]
         errors = [error for future in futures if (error := future.exception()) is not None]
         if errors:
             raise next((error for error in errors if not isinstance(error, AbortedError)), errors[0])

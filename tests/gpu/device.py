@@ -27,7 +27,7 @@ class _Event:
     def __init__(self, *, enable_timing: bool = False, blocking: bool = False) -> None:
         self.at_s = 0.0
 
-    def record(self) -> None:
+    def record(self, stream: object = None) -> None:
         self.at_s = time.perf_counter()
 
     def synchronize(self) -> None:
@@ -69,6 +69,7 @@ def _stand_in() -> torch.device:
             "is_available": lambda: True,
             "device_count": lambda: 1,
             "current_device": lambda: 0,
+            "current_stream": lambda: None,
             "synchronize": lambda *_: None,
             "manual_seed_all": lambda _: None,
             "get_amp_supported_dtype": lambda: [torch.bfloat16],

@@ -22,6 +22,9 @@ from tests.actors.oracles import RandomRows
 from tests.processes.transport_contract import becomes_true
 
 
+STREAM = "the computing stream"
+
+
 class Event:
     """An event that happens when it is recorded, or held back until its device goes on."""
 
@@ -30,7 +33,8 @@ class Event:
         self.happened = threading.Event()
         self.at_s = 0.0
 
-    def record(self) -> None:
+    def record(self, stream: object) -> None:
+        assert stream == STREAM
         self.device.recorded.append(self)
         if not self.device.held:
             self.happen()
@@ -61,6 +65,9 @@ class Device:
         assert enable_timing
         assert blocking, "a host that waits would burn its core"
         return Event(self)
+
+    def current_stream(self) -> str:
+        return STREAM
 
     def synchronize(self) -> None:
         assert all(event.query() for event in self.recorded)
