@@ -21,7 +21,6 @@ from raypipe.schedules.request import ScheduleRequest
 from tests.actors.oracles import RandomRows
 from tests.processes.transport_contract import becomes_true
 
-
 STREAM = "the computing stream"
 
 
@@ -218,8 +217,8 @@ def test_close_ends_the_thread(device: Device, seen: Seen) -> None:
 @pytest.mark.parametrize(
     ("number_of_events", "error", "match"),
     [
-        (1, TransportTimeoutError, r"device 1: activation 0->1 of microbatch 0 with device 0: it did not come within 0\.3 s"),
-        (4, RunError, r"device 1 has been at 1F0 for 0\.3 s, on cpu, and does not end"),
+        (1, TransportTimeoutError, r"device 1: activation 0->1 of microbatch 0 with device 0: it did not come within 1 s"),
+        (4, RunError, r"device 1 has been at 1F0 for 1 s, on cpu, and does not end"),
     ],
     ids=["a message", "an Op"],
 )
@@ -230,8 +229,8 @@ def test_what_a_device_does_not_get_past_ends_the_window_with_its_name(
     device = StopsAfter(number_of_events)
     pipeline = pipeline_of(2)
     executor = pipeline.executors[1]
-    executor.timeout_s = 0.3
-    executor.clock = DeviceClock(device, timeout_s=0.3, check=executor._check_transport, stuck=executor._give_up)
+    executor.timeout_s = 1.0
+    executor.clock = DeviceClock(device, timeout_s=1.0, check=executor._check_transport, stuck=executor._give_up)
     try:
         with pytest.raises(error, match=match):
             pipeline.run_window()
@@ -256,4 +255,4 @@ class _Ended(Event):
     """An event that comes only when the window is given up: the wait for it is over then."""
 
     def synchronize(self) -> None:
-        time.sleep(1.0)
+        time.sleep(2.5)
