@@ -45,7 +45,7 @@ GPU_RESULTS ?= build/gpu
 
 gpu-test:  ## runs the tests that need a GPU, with .venv or else the python3 of this machine; skips without one
 	@mkdir -p $(GPU_RESULTS)
-	$(GPU_PYTHON) -m pytest -W default tests/gpu --junitxml=$(GPU_RESULTS)/tests.xml
+	set -o pipefail; $(GPU_PYTHON) -m pytest -v -W default tests/gpu --durations=20 --junitxml=$(GPU_RESULTS)/tests.xml 2>&1 | tee $(GPU_RESULTS)/tests.log
 
 gpu-bench:  ## prints the figures of stages on a GPU, and writes them as JSON; meant to take ten minutes on one H200
 	@mkdir -p $(GPU_RESULTS)

@@ -29,7 +29,7 @@ import signal
 import sys
 import threading
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import closing, nullcontext
 from dataclasses import dataclass, replace
@@ -265,10 +265,10 @@ def profile(arguments: argparse.Namespace) -> Part:
         }
         for name, kernels in found.items()
     ]
-    more = Counter(found["raypipe"].seconds)
-    more.subtract(found["plain"].seconds)
+    ours_s, theirs_s = (found[name].seconds for name in ("raypipe", "plain"))
+    more = {name: ours_s.get(name, 0.0) - theirs_s.get(name, 0.0) for name in ours_s | theirs_s}
     for name, seconds in sorted(more.items(), key=lambda item: -abs(item[1]))[:12]:
-        counts = "/".join(str(kernels.counts[name]) for kernels in found.values())
+        counts = "/".join(str(kernels.counts.get(name, 0)) for kernels in found.values())
         rows.append({
             "system": f"{name[:70]}",
             "kernels": counts,
@@ -283,8 +283,8 @@ def profile(arguments: argparse.Namespace) -> Part:
 class Kernels:
     """What the GPU did: kernels and copies by name."""
 
-    counts: Counter[str]
-    seconds: Counter[str]
+    counts: dict[str, int]
+    seconds: dict[str, float]
     busy_s: float
     union_s: float
     span_s: float
@@ -298,7 +298,7 @@ class Kernels:
         if trace:
             profiled.export_chrome_trace(trace)
         on_gpu = [event for event in profiled.events() or [] if event.device_type == DeviceType.CUDA]
-        counts, seconds = Counter[str](), Counter[str]()
+        counts, seconds = Counter[str](), defaultdict[str, float](float)
         union_us = until = 0.0
         for event in sorted(on_gpu, key=lambda event: event.time_range.start):
             start, end = event.time_range.start, event.time_range.end
@@ -307,7 +307,7 @@ class Kernels:
             union_us += max(end - max(start, until), 0.0)
             until = max(until, end)
         span_us = until - min(event.time_range.start for event in on_gpu)
-        return cls(counts, seconds, sum(seconds.values()), union_us / 1e6, span_us / 1e6)
+        return cls(dict(counts), dict(seconds), sum(seconds.values()), union_us / 1e6, span_us / 1e6)
 
 
 def shared(arguments: argparse.Namespace) -> Part:

@@ -20,7 +20,7 @@ from tests.spares import watch_spares
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.timeout(300),
+    pytest.mark.timeout(150),
     pytest.mark.filterwarnings("default"),
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
     pytest.mark.usefixtures("ray_with_gpus"),

@@ -32,7 +32,7 @@ from raypipe.schedules.request import ScheduleRequest
 from tests.actors.oracles import RandomTokens, train_unsplit
 from tests.gpu.device import HAS_CUDA, forbid_waits, gpu
 
-pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300), pytest.mark.filterwarnings("default")]
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(150), pytest.mark.filterwarnings("default")]
 
 NUM_UPDATES = 10
 NUM_MICROBATCHES = 4
