@@ -19,6 +19,8 @@ install: $(INSTALLED)  ## makes .venv with raypipe, its dependencies and the dev
 demo: $(INSTALLED) $(DEMO_DATA)  ## trains a small GPT on the source of Python's standard library, on the CPU
 	$(BIN)/raypipe train examples/gpt_python_stdlib.yaml
 
+# Options for pytest, such as SELECTED='-m "not slow"', which is what CI runs.
+SELECTED ?=
 PURE := --ignore=tests/processes --ignore=tests/on_ray --ignore=tests/multinode --ignore=tests/gpu
 
 # A file's tests run in one process, which remembers the orders that it has searched for.
@@ -29,15 +31,15 @@ test: $(INSTALLED)  ## runs the tests that a change needs first: laws, units, th
 test-all: test-units test-processes test-nodes  ## runs all tests that need no GPU
 
 test-units: $(INSTALLED)
-	$(BIN)/pytest -n auto --dist loadfile --durations=20 $(PURE)
+	$(BIN)/pytest $(SELECTED) -n auto --dist loadfile --durations=20 $(PURE)
 
 # All tests on the shared Ray run in one process. A stand-in for a GPU is compiled; without a C++ compiler its tests are skipped.
 test-processes: $(INSTALLED)
-	$(BIN)/pytest -n auto --dist loadgroup --durations=20 tests/gpu tests/processes tests/on_ray
+	$(BIN)/pytest $(SELECTED) -n auto --dist loadgroup --durations=20 tests/gpu tests/processes tests/on_ray
 
 # Several nodes are network namespaces; without root and iproute2 these tests are skipped.
 test-nodes: $(INSTALLED)
-	$(BIN)/pytest --durations=10 tests/multinode
+	$(BIN)/pytest $(SELECTED) --durations=10 tests/multinode
 
 # GPU machines often have a torch and a Ray of their own and no network: where there is no .venv, their Python is used as it is.
 GPU_PYTHON ?= $(if $(wildcard $(BIN)/python),$(BIN)/python,python3)

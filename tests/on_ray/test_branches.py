@@ -230,7 +230,7 @@ def test_windows_of_several_updates_go_on_from_a_checkpoint_with_branches_elsewh
 @pytest.mark.parametrize(
     ("kind", "message"),
     [
-        pytest.param(FaultKind.RAISE, r"train-2, 2F1\.2 of text: ScriptedFault", id="raised"),
+        pytest.param(FaultKind.RAISE, r"train-2, 2F1\.2 of text: ScriptedFault", id="raised", marks=pytest.mark.slow),
         pytest.param(FaultKind.KILL, r"train-2: its process died", id="killed"),
     ],
 )

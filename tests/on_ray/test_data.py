@@ -21,6 +21,7 @@ from raypipe.analysis.idle import Cause, divide
 from raypipe.artifacts.trace import SpanKind, Trace
 from raypipe.config import DataConfig, ModelConfig, OptimizerConfig, RunConfig, ScalingConfig, ScheduleConfig, TrainConfig
 from raypipe.training.trainer import Trainer
+from tests.marks import slow_unless
 
 pytestmark = [
     pytest.mark.ray,
@@ -126,7 +127,7 @@ def trainer(
     )
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", slow_unless({"table", "stream", "loader-of-workers", "stateful-loader", "ray-data"}, list(KINDS)))
 def test_a_run_goes_on_in_the_middle_of_an_epoch_at_another_number_of_stages_with_the_same_rows(kind: str, tmp_path: Path) -> None:
     # A loader with a generator of its own draws its seed when it is made: the reader, which is seeded, makes it.
     straight, first, again = (KINDS[kind] if kind == "stateful-loader" else KINDS[kind]() for _ in range(3))
@@ -137,6 +138,7 @@ def test_a_run_goes_on_in_the_middle_of_an_epoch_at_another_number_of_stages_wit
     assert len(set(expected.losses)) == NUM_UPDATES
 
 
+@pytest.mark.slow
 def test_a_lost_reader_starts_again_and_changes_no_row(tmp_path: Path) -> None:
     calm = trainer(tmp_path / "calm", Stream()).fit()
     struck = trainer(tmp_path / "struck", Struck(tmp_path / "once")).fit()

@@ -9,12 +9,14 @@ import signal
 import subprocess
 import sys
 import time
+from itertools import product
 from pathlib import Path
 
 import pytest
 
 from raypipe.actors.stage.checkpoint import Checkpoint
 from raypipe.data.prepare import prepare
+from tests.marks import slow_unless
 from tests.on_ray.conftest import Brand
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(240)]
@@ -71,8 +73,13 @@ def none_left(brand: Brand) -> dict[int, str]:
     return left
 
 
-@pytest.mark.parametrize("moment", ["importing", "starting-ray", "launching"])
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize(
+    ("moment", "number"),
+    slow_unless(
+        {("importing", signal.SIGINT), ("starting-ray", signal.SIGTERM), ("launching", signal.SIGINT)},
+        list(product(("importing", "starting-ray", "launching"), (signal.SIGINT, signal.SIGTERM))),
+    ),
+)
 def test_a_signal_before_the_first_update_ends_the_run_and_leaves_no_process(
     config: Path, brand: Brand, moment: str, number: signal.Signals
 ) -> None:
@@ -98,7 +105,7 @@ def test_a_signal_before_the_first_update_ends_the_run_and_leaves_no_process(
         process.communicate()
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", slow_unless({signal.SIGINT}, [signal.SIGINT, signal.SIGTERM]))
 def test_a_signal_while_training_ends_the_window_and_saves_and_the_same_command_goes_on(
     config: Path, brand: Brand, number: signal.Signals
 ) -> None:

@@ -18,6 +18,7 @@ from raypipe.model import Batch
 from raypipe.models.mlp import mlp
 from raypipe.training.trainer import Trainer
 from tests.actors.oracles import NUM_ROWS, RandomRows, train_unsplit
+from tests.marks import slow_unless
 from tests.told import Told, telling
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(180), pytest.mark.filterwarnings("default"), pytest.mark.usefixtures("local_ray")]
@@ -90,7 +91,7 @@ def test_a_bad_update_is_named_and_left_out_as_if_its_rows_were_not_there(tmp_pa
 
 
 @pytest.mark.usefixtures("shared_actors")
-@pytest.mark.parametrize("schedule", ["amdp", "pipedream-2bw"])
+@pytest.mark.parametrize("schedule", slow_unless({"amdp"}, ["amdp", "pipedream-2bw"]))
 def test_asynchronous_stages_leave_out_the_same_updates(tmp_path: Path, schedule: str) -> None:
     found = trainer(tmp_path, Rows(bad=(4,)), schedule=schedule).fit()
     assert [number for number, loss in enumerate(found.losses) if not math.isfinite(loss)] == [4]

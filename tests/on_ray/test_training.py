@@ -43,6 +43,7 @@ from raypipe.schedules.request import ScheduleRequest
 from raypipe.training.result import Result
 from raypipe.training.trainer import Trainer
 from tests.actors.oracles import NUM_ROWS, RandomRows, Trained, train_unsplit
+from tests.marks import slow_unless
 from tests.told import Told, telling
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(180), pytest.mark.filterwarnings("default"), pytest.mark.usefixtures("local_ray")]
@@ -359,7 +360,7 @@ def test_the_folder_of_a_run_holds_what_is_needed_to_know_it(tmp_path: Path, tok
     assert all(0 < peak < 1e9 for peak in peaks)
 
 
-@pytest.mark.parametrize("transport", [Transport.SHM, Transport.GLOO])
+@pytest.mark.parametrize("transport", slow_unless({Transport.SHM}, [Transport.SHM, Transport.GLOO]))
 def test_a_killed_actor_ends_the_run_within_seconds_and_is_named(tmp_path: Path, transport: Transport) -> None:
     faults = FaultScript().fail_at(device=1, before="1B1", kind=FaultKind.KILL)
     since = time.monotonic()
