@@ -6,7 +6,7 @@ As in the originals, PipeDream and DAPPLE assume equal devices and one bandwidth
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import permutations
@@ -205,6 +205,13 @@ class _Dapple:
         self.problem, self.uniform = problem, uniform
         self.within, self.between = within, between
         self.rest_s = lru_cache(maxsize=None)(self._rest_s)
+        self.shared_s = lru_cache(maxsize=None)(self._shared_s)
+
+    def _shared_s(self, count: int) -> Floats:
+        """Return the seconds of a stage on so many devices by [first layer, end]; infinite without a layer."""
+        shared_s = self.uniform.work_s / count
+        shared_s[np.tri(len(shared_s), dtype=bool)] = math.inf
+        return shared_s
 
     def _take(self, taken: tuple[int, ...], count: int) -> Iterator[tuple[int, ...]]:
         nodes = self.uniform.nodes
@@ -245,12 +252,13 @@ class _Dapple:
             taken.append(left.pop(at)[1])
         return self.solve(num_stages, tuple(taken))[0]
 
-    def solve(self, num_stages: int, taken: tuple[int, ...]) -> tuple[Floats, list[tuple[int, tuple[int, ...]]]]:
+    def solve(self, num_stages: int, taken: tuple[int, ...]) -> tuple[Floats, Callable[[int], tuple[int, tuple[int, ...]]]]:
+        """Return the seconds as `best_s`, and a function of a first layer: its stage's end, and the devices taken for it."""
         problem, size = self.problem, self.problem.num_layers + 1
+        firsts, ends, numbers = np.arange(size), np.zeros(size, dtype=int), np.zeros(size, dtype=int)
         best = np.full(size, math.inf)
-        choice: list[tuple[int, tuple[int, ...]]] = [(0, ())] * size
+        tried: list[tuple[int, ...]] = []
         available = problem.num_devices - sum(taken)
-        empty = np.tril(np.ones((size, size), dtype=bool))
         for count in range(1, min(available - num_stages + 1, problem.microbatch_size) + 1):
             for more in self._take(taken, count):
                 rest = np.full(size, math.inf)
@@ -260,13 +268,13 @@ class _Dapple:
                     behind = tuple(map(sum, zip(taken, more, strict=True)))
                     crosses = self.between if len(self.uniform.nodes) > 1 else self.within
                     rest = np.maximum(self.best_s(num_stages - 1, behind), 2 * problem.crossing_bytes / crosses / count)
-                ways = np.maximum(self.uniform.work_s / count, rest[None, :])
-                ways[empty] = math.inf
-                ends = ways.argmin(axis=1)
-                values = ways[np.arange(size), ends]
-                for first in np.flatnonzero(values < best):
-                    best[first], choice[first] = values[first], (int(ends[first]), more)
-        return best, choice
+                ways = np.maximum(self.shared_s(count), rest)
+                least = ways.argmin(axis=1)
+                values = ways[firsts, least]
+                better = values < best
+                best[better], ends[better], numbers[better] = values[better], least[better], len(tried)
+                tried.append(more)
+        return best, lambda first: (int(ends[first]), tried[numbers[first]])
 
     def layout(self, num_stages: int) -> Layout | None:
         taken = (0,) * len(self.uniform.nodes)
@@ -274,7 +282,7 @@ class _Dapple:
             return None
         cuts, workers = [0], []
         for left in range(num_stages, 0, -1):
-            end, more = self.solve(left, taken)[1][cuts[-1]]
+            end, more = self.solve(left, taken)[1](cuts[-1])
             cuts.append(end)
             workers.append(
                 tuple(
