@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from tests.marks import slow_unless
 from tests.multinode.cluster import Cluster, cluster
 from tests.multinode.recovering_run import Settings
 
@@ -120,7 +121,7 @@ def test_lost_processes_nodes_and_links_leave_the_losses_as_they_are(tmp_path: P
         assert sources == ["the copies in memory"] * 5
 
 
-@pytest.mark.parametrize("how", ["no route", "no packet"])
+@pytest.mark.parametrize("how", slow_unless({"no packet"}, ["no route", "no packet"]))
 def test_a_link_that_comes_back_is_used_again(tmp_path: Path, how: str) -> None:
     settings = Settings(num_devices=3, message_timeout_s=300.0)
     with cluster(nodes=3, cpus_per_node=1) as machines, running(machines, tmp_path, settings) as run:

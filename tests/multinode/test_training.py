@@ -16,6 +16,7 @@ from raypipe.artifacts.topology import ClusterTopology
 from raypipe.data.prepare import prepare
 from raypipe.schedules.catalogue import build
 from raypipe.schedules.request import ScheduleRequest
+from tests.marks import slow_unless
 from tests.multinode.cluster import Cluster
 from tests.multinode.driver import Driver
 from tests.multinode.network import NetworkError
@@ -85,7 +86,7 @@ def check_losses(run: dict[str, Any], one_process: dict[str, Any], *, to: float 
     assert ours == pytest.approx(theirs, abs=to)
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+@pytest.mark.parametrize("schedule", slow_unless({"zb-h1"}, ["1f1b", "zb-h1"]))
 def test_four_stages_on_four_nodes_give_the_losses_of_one_process(
     commands: Driver, config: Path, one_process: dict[str, Any], schedule: str
 ) -> None:

@@ -203,8 +203,13 @@ def begun() -> Run:
 
 @pytest.mark.parametrize(
     "layers",
-    [range(1), range(4, 10), range(24, 32), range(16, 32), (*range(6, 10), *range(22, 26))],
-    ids=["one layer", "six layers", "eight layers", "a branch", "four layers of each branch"],
+    [
+        pytest.param(range(1), id="one layer"),
+        pytest.param(range(4, 10), id="six layers", marks=pytest.mark.slow),
+        pytest.param(range(24, 32), id="eight layers", marks=pytest.mark.slow),
+        pytest.param(range(16, 32), id="a branch"),
+        pytest.param((*range(6, 10), *range(22, 26)), id="four layers of each branch", marks=pytest.mark.slow),
+    ],
 )
 def test_a_branch_that_becomes_slower_is_cut_anew_within_two_windows(layers: Sequence[int]) -> None:
     run = begun()
