@@ -29,8 +29,9 @@ import signal
 import sys
 import threading
 import time
+import traceback
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import closing, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -402,27 +403,30 @@ def parsed() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def measured(arguments: argparse.Namespace) -> Iterator[Part]:
-    """The parts, one after the other."""
-    with session(ClusterConfig(dashboard=False), num_devices=max(arguments.sharing), cpus_per_device=1.0):
-        for name in arguments.parts:
-            yield PARTS[name](arguments)
-            torch.cuda.empty_cache()
-
-
 def main() -> None:
-    """Measures and prints."""
+    """Measures and prints; a part that fails is named, and the others are measured all the same."""
     arguments = parsed()
     if not torch.cuda.is_available():
         sys.exit("torch sees no GPU here; this benchmark is for machines with one")
-    results: dict[str, Any] = {}
-    try:
-        for part in measured(arguments):
-            print_table(part.title, part.rows)
-            results[part.title] = part.values
+    results: dict[str, Any] = {"gpu": torch.cuda.get_device_name()}
+    failed: list[str] = []
+    with session(ClusterConfig(dashboard=False), num_devices=max(arguments.sharing), cpus_per_device=1.0):
+        for name in arguments.parts:
+            since = time.perf_counter()
+            try:
+                part = PARTS[name](arguments)
+            except Exception:
+                failed.append(name)
+                results[f"{name} failed"] = traceback.format_exc()
+                traceback.print_exc()
+            else:
+                results[part.title] = part.values
+                print_table(part.title, part.rows)
+            print(f"{name}: {time.perf_counter() - since:.0f} s", flush=True)
             write_json(arguments.json, results)
-    except RaypipeError as error:
-        sys.exit(str(error))
+            torch.cuda.empty_cache()
+    if failed:
+        sys.exit(f"failed: {', '.join(failed)}")
 
 
 if __name__ == "__main__":

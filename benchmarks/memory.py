@@ -1,14 +1,14 @@
 """How much memory the devices of a training run hold: the prediction of the memory model against what Linux counts of their processes.
 
     python benchmarks/memory.py [--cases gpipe 1f1b ...] [--blocks 8] [--width 384] [--vocabulary 4096] [--rows 4]
-                                [--windows 2] [--holes] [--json FILE]
+                                [--windows 2] [--holes | --use-gpu] [--json FILE]
 
 A GPT over four stage actors, each schedule in a run of its own. Predicted are the peaks of the simulated window, from layers as they
 were measured; measured are those of the actors' processes (`raypipe.actors.measure.memory`), medians over the windows after the first.
 
 The C library keeps what is freed, and does not fill all of the holes: glibc 2.36 does not give an aligned block to a request of the
 same size. To see what the model says of tensors, they get pages of their own here, which the system takes back. `--holes` leaves that
-to raypipe's usual settings.
+to raypipe's usual settings. With `--use-gpu` the actors have GPUs, if need be a part of one each, and torch's allocator counts.
 """
 
 from __future__ import annotations
@@ -109,6 +109,7 @@ class Work:
         num_blocks: Number of blocks of the GPT.
         num_windows: Number of windows of each run.
         folder: Folder that the runs write to.
+        gpu_share: What a device has of a GPU; 0 for CPU slots.
     """
 
     model: partial[Model]
@@ -116,6 +117,7 @@ class Work:
     num_blocks: int
     num_windows: int
     folder: str
+    gpu_share: float = 0.0
 
     def run(self, case: Case, *, plan: str | None = None) -> Result:
         """Trains."""
@@ -130,7 +132,13 @@ class Work:
             num_chunks=case.num_chunks,
             updates_per_window=case.num_updates,
         )
-        scaling = ScalingConfig(num_devices=NUM_DEVICES, layers_per_stage=tuple(sizes), shard_optimizer=case.sharded)
+        scaling = ScalingConfig(
+            num_devices=NUM_DEVICES,
+            layers_per_stage=tuple(sizes),
+            shard_optimizer=case.sharded,
+            use_gpu=self.gpu_share > 0,
+            gpus_per_device=self.gpu_share or 1.0,
+        )
         return Trainer(
             self.model,
             batches=self.batches,
@@ -181,8 +189,10 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=4)
     parser.add_argument("--windows", type=int, default=2)
     parser.add_argument("--holes", action="store_true", help="let the C library keep memory, as it does in every run")
+    parser.add_argument("--use-gpu", action="store_true")
     parser.add_argument("--json", help="file for all values")
     arguments = parser.parse_args()
+    gpu_share = min(1.0, torch.cuda.device_count() / NUM_DEVICES) if arguments.use_gpu else 0.0
     if not arguments.holes:
         os.environ |= _PAGES_OF_THEIR_OWN
     model = partial(
@@ -199,7 +209,7 @@ def main() -> None:
         session(ClusterConfig(dashboard=False, log_to_driver=False), num_devices=NUM_DEVICES, cpus_per_device=1.0),
         tempfile.TemporaryDirectory() as folder,
     ):
-        work = Work(model, batches, arguments.blocks, arguments.windows, folder)
+        work = Work(model, batches, arguments.blocks, arguments.windows, folder, gpu_share)
         for name in arguments.cases:
             found[name] = memory_of(work.result(CASES[name]))
             print_table(name, [row(name, found[name])])
