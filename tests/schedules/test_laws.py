@@ -25,6 +25,7 @@ from raypipe.schedules.request import ScheduleRequest, StageTimes
 from raypipe.schedules.spec import ScheduleSpec
 from raypipe.schedules.validate import validate
 from tests import strategies
+from tests.marks import slow_unless
 from tests.schedules import reference
 
 TIMES = [StageTimes(1, 1, 1), StageTimes(1, 1, 0.5), StageTimes(2, 2, 1), StageTimes(3, 4, 2), StageTimes(1, 3, 1), StageTimes(2, 1, 3)]
@@ -33,7 +34,7 @@ SIZE_FIELDS = ("num_devices", "num_microbatches", "num_updates", "num_chunks")
 SYNCHRONOUS = pytest.mark.parametrize(
     "spec", [pytest.param(spec, id=spec.name) for spec in catalogue.SPECS if spec.weight_rule is WeightRule.FLUSH]
 )
-DEVICES = pytest.mark.parametrize("num_devices", range(1, 9))
+DEVICES = pytest.mark.parametrize("num_devices", slow_unless({1, 2, 3, 4, 6, 8}, range(1, 9)))
 
 
 def all_sizes(spec: ScheduleSpec, num_devices: int) -> Iterator[ScheduleRequest]:
