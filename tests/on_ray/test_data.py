@@ -190,7 +190,7 @@ def test_readers_ahead_hide_what_a_loader_takes_behind_other_work(tmp_path: Path
     waits = {}
     for num_readers in (1, 4):
         data = DataConfig(num_readers=num_readers, prefetch=8)
-        result = trainer(tmp_path / str(num_readers), Table(sleep_s=0.01), data_config=data).fit()
+        result = trainer(tmp_path / str(num_readers), Table(sleep_s=0.03), data_config=data).fit()
         waits[num_readers] = Trace.load(Path(result.path) / "trace.json").data_s[0]
     assert waits[4] < 0.6 * waits[1]
 
