@@ -157,6 +157,7 @@ def test_a_job_that_is_stopped_says_what_is_saved_and_goes_on_when_submitted_aga
     assert updates_done(tmp_path) == num_updates
 
 
+@pytest.mark.slow
 def test_a_submitted_job_trains_on_the_running_cluster(cluster: Cluster, tmp_path: Path) -> None:
     output = submit(cluster, training(tmp_path, **{"run.num_updates": 4, "run.sample_bytes": 3}))
     assert "predicted against measured" in output

@@ -6,12 +6,16 @@ from pathlib import Path
 
 import pytest
 
+from tests.marks import slow_unless
 from tests.snippets import Snippet, snippets
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(180), pytest.mark.filterwarnings("default"), pytest.mark.usefixtures("local_ray")]
 
 
-@pytest.mark.parametrize("snippet", [snippet for snippet in snippets("python") if snippet.trains], ids=lambda snippet: snippet.name)
+TRAINING = [snippet for snippet in snippets("python") if snippet.trains]
+
+
+@pytest.mark.parametrize("snippet", slow_unless(TRAINING[:1], TRAINING), ids=lambda snippet: snippet.name)
 def test_a_snippet_trains(snippet: Snippet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "my_model.py").write_text(snippet.text)
