@@ -62,12 +62,10 @@ class StopRequest:
     def __enter__(self) -> StopRequest:
         if threading.current_thread() is threading.main_thread():
             self._before = {number: signal.signal(number, self._note) for number in _NUMBERS}
-            self._before[signal.SIGALRM] = signal.signal(signal.SIGALRM, self._interrupt)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        if self._before:
-            signal.setitimer(signal.ITIMER_REAL, 0.0)
+        self._stop_timer()
         for number, handler in self._before.items():
             signal.signal(number, handler)
         self._before = {}
@@ -76,14 +74,20 @@ class StopRequest:
         if self._came or not self.grace_s:
             self._interrupt(number, frame)
         self._came = True
+        # Not before: until then an alarm is somebody else's.
+        self._before[signal.SIGALRM] = signal.signal(signal.SIGALRM, self._interrupt)
         signal.setitimer(signal.ITIMER_REAL, self.grace_s)
         name = signal.Signals(number).name
         text = f"{name}: ending the window, then saving, within {self.grace_s:.3g} s; a second signal ends the run at once"
         # Not here: the signal may have come in the middle of printing.
         threading.Thread(target=self._notice, args=(text,), daemon=True).start()
 
+    def _stop_timer(self) -> None:
+        if signal.SIGALRM in self._before:
+            signal.setitimer(signal.ITIMER_REAL, 0.0)
+
     def _interrupt(self, number: int, frame: FrameType | None) -> None:
-        signal.setitimer(signal.ITIMER_REAL, 0.0)
+        self._stop_timer()
         self._came, self.is_late = True, number == signal.SIGALRM
         raise KeyboardInterrupt
 

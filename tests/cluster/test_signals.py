@@ -61,6 +61,19 @@ def test_the_end_of_the_grace_interrupts() -> None:
         assert stop.is_late
 
 
+def test_an_alarm_before_any_signal_is_for_who_set_it() -> None:
+    rung: list[int] = []
+    before = signal.signal(signal.SIGALRM, lambda number, _: rung.append(number))
+    try:
+        with StopRequest(10.0, lambda _: None) as request:
+            signal.setitimer(signal.ITIMER_REAL, 0.05)
+            time.sleep(0.5)
+        assert rung == [signal.SIGALRM]
+        assert not request.came
+    finally:
+        signal.signal(signal.SIGALRM, before)
+
+
 def test_without_a_grace_the_first_signal_interrupts() -> None:
     with StopRequest(0.0, lambda _: None), pytest.raises(KeyboardInterrupt):
         signal.raise_signal(signal.SIGTERM)
