@@ -102,9 +102,9 @@ class WeightVersions:
         """Make the newest version from the masters."""
         if self.separate:
             self._versions[version] = self._new_leaves()
-        elif self._copies:
-            # On a GPU a few kernels for all of them.
-            torch._foreach_copy_([copy.data for _, copy in self._copies], [master.data for master, _ in self._copies])
+        else:
+            for master, copy in self._copies:
+                copy.data.copy_(master.data)
         self.newest = version
         self._have_moved = False
 
