@@ -104,8 +104,7 @@ def wait_for_queued(device: torch.device, *, timeout_s: float) -> bool:
     """Wait, without sleep, for the work that this thread has queued; return whether it ended in time."""
     if device.type == "cpu":
         return True
-    event = torch.get_device_module(device).Event()
-    event.record()
+    event = mark(device)
     deadline_s = time.monotonic() + timeout_s
     while not event.query():
         if time.monotonic() > deadline_s:

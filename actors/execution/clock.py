@@ -126,7 +126,7 @@ class DeviceClock:
     def mark(self) -> Mark:
         """See `Clock`."""
         event = self._module.Event(enable_timing=True, blocking=True)
-        event.record(self._stream)  # an event that looks for the stream takes five times as long
+        event.record(self._stream)  # most of the time would go into looking for it
         return event
 
     def note(self, step: TimedStep, since: Mark, until: Mark, num_bytes: int) -> None:

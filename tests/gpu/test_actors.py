@@ -109,6 +109,7 @@ def test_in_bfloat16_losses_are_near(tmp_path: Path, expected: list[float]) -> N
     assert train(tmp_path, "1f1b", 2, precision=Precision.BF16_MIXED).losses == pytest.approx(expected, rel=2e-3)
 
 
+@pytest.mark.timeout(300)  # each actor compiles its layers
 def test_compiled_layers_do_what_they_do_uncompiled(tmp_path: Path, expected: list[float]) -> None:
     assert train(tmp_path, "zb-h1", 2, compile_layers=True).losses == pytest.approx(expected, rel=1e-4)
 

@@ -94,7 +94,6 @@ def test_spare_processes_take_the_places_and_losses_stay_equal(tmp_path: Path, w
     assert living() == before
 
 
-@pytest.mark.slow
 def test_without_a_spare_process_that_answers_a_new_actor_takes_the_place(
     tmp_path: Path, watched: Watched, calm_losses: list[float]
 ) -> None:

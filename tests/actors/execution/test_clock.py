@@ -226,6 +226,7 @@ def test_what_a_device_does_not_get_past_ends_the_window_with_its_name(
     monkeypatch: pytest.MonkeyPatch, number_of_events: int, error: type[Exception], match: str
 ) -> None:
     monkeypatch.setattr("raypipe.actors.execution.clock._LOOK_EVERY_S", 0.01)
+    monkeypatch.setattr("raypipe.actors.execution.executor._LEAST_WAIT_S", 60.0)  # however slow the core, rows have no event of their own
     device = StopsAfter(number_of_events)
     pipeline = pipeline_of(2)
     executor = pipeline.executors[1]
