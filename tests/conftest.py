@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
+from tests.marks import mark_slow_combinations
+
 GOLDEN = Path(__file__).parent / "golden"
 
 # Shared machines are noisy: no example fails for being slow, the timeout of the whole test catches what hangs. In CI the examples
@@ -22,6 +24,9 @@ settings.load_profile("raypipe")
 # it is imported, also in the processes that tests start; calling torch here would load it for the tests of the pure half.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+# No test starts a Ray unawares: a question to Ray from a process that is no part of it would.
+os.environ.setdefault("RAY_ENABLE_AUTO_CONNECT", "0")
+
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
@@ -29,6 +34,11 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
     from tests.scheduler import RayInOneProcess
 
     return RayInOneProcess(config, log) if config.getvalue("dist") == "loadgroup" else None
+
+
+@pytest.hookimpl(tryfirst=True)  # before `-m` chooses
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    mark_slow_combinations(items)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -1,16 +1,63 @@
-"""Marks of single cases of parametrized tests."""
+"""Which cases of parametrized tests are slow: `make test-all` runs them, CI does not."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Collection, Hashable, Sequence
+from enum import Enum
 from typing import Any
 
 import pytest
 
+COMBINED = "combined"
+"""The mark of a test of whose combinations CI runs only as many as have each value of each parameter."""
+
 
 def slow_unless(kept: Collection[Any], cases: Sequence[Any]) -> list[Any]:
-    """Return all cases; those that are not kept are slow: `make test-all` runs them, CI does not."""
+    """Return all cases; those that are not kept are slow."""
     assert set(kept) <= set(cases), "what is kept is a case"
     return [
         case if case in kept else pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=pytest.mark.slow) for case in cases
     ]
+
+
+def covering(cases: Sequence[dict[str, Hashable]]) -> set[int]:
+    """Return positions of a few cases that have each value of each parameter, in combinations as different as can be.
+
+    The next case is always one with most values that none has yet, of these the one whose values few have: of seven sizes and two
+    ways to run, the sizes take turns with the ways.
+    """
+    used: Counter[tuple[str, Hashable]] = Counter()
+    left = list(range(len(cases)))
+    chosen: set[int] = set()
+    while left:
+        best = min(left, key=lambda position: (-sum(not used[value] for value in cases[position].items()), _uses(used, cases[position])))
+        if all(used[value] for value in cases[best].items()):
+            break
+        used.update(cases[best].items())
+        chosen.add(best)
+        left.remove(best)
+    return chosen
+
+
+def _uses(used: Counter[tuple[str, Hashable]], case: dict[str, Hashable]) -> int:
+    return sum(used[value] for value in case.items())
+
+
+def _values(item: Any) -> dict[str, Hashable]:
+    """The values that a test is called with. All its cases have the same objects: what is neither text nor number counts by identity."""
+    values = item.callspec.params.items()
+    return {name: value if isinstance(value, str | int | float | Enum) else id(value) for name, value in values}
+
+
+def mark_slow_combinations(items: Sequence[pytest.Item]) -> None:
+    """Mark the combinations that CI leaves out. Cases that are slow already stand for no value."""
+    cases = defaultdict(list)
+    for item in items:
+        if item.get_closest_marker(COMBINED) and not item.get_closest_marker("slow"):
+            cases[item.nodeid.partition("[")[0]].append(item)
+    for of_test in cases.values():
+        kept = covering([_values(item) for item in of_test])
+        for position, item in enumerate(of_test):
+            if position not in kept:
+                item.add_marker(pytest.mark.slow)

@@ -6,6 +6,7 @@ import dataclasses
 import math
 import os
 import statistics
+import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable
@@ -356,8 +357,13 @@ class _Layer:
         self.weights.gradients.pop(self.weights.versions.newest)
 
 
+_LOADED_BY = threading.current_thread()
+
+
 def start_profiler() -> None:
-    """Start torch's profiler once in the thread that loaded torch; its first start elsewhere writes to stderr."""
+    """Start torch's profiler once in the thread that loaded torch; its first start elsewhere, which writes to stderr, is left out."""
+    if threading.current_thread() is not _LOADED_BY:
+        return
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # keeps it from writing a line at every start
     with torch.autograd.profiler.profile(use_kineto=False):
         pass

@@ -76,6 +76,7 @@ def trained(run: LocalPipeline, schedule: Schedule) -> tuple[list[float], dict[i
     return losses, layers_of(run)
 
 
+@pytest.mark.combined
 @pytest.mark.parametrize("scope", [UpdateScope.GLOBAL, UpdateScope.STAGE])
 @pytest.mark.parametrize(("name", "num_microbatches", "num_chunks"), CASES)
 def test_devices_that_take_turns_give_the_weights_of_the_executor(

@@ -23,6 +23,7 @@ from raypipe.schedules.catalogue import build
 from raypipe.schedules.ir import Op, OpKind, Schedule, UpdateScope, reads
 from raypipe.schedules.request import ScheduleRequest
 from raypipe.training.window_sizes import window_size
+from tests.marks import slow_unless
 
 NUM_DEVICES, NUM_ROWS, NUM_UPDATES, WIDTH = 8, 16, 9, 8
 OPTIMIZER = OptimizerConfig(name="muon", gradient_correction=0.5, learning_rate=2e-2, warmup_updates=2, max_grad_norm=0.5)
@@ -77,7 +78,7 @@ def chain(sizes: list[int]) -> Cut:
     return Cut.of_sizes(sizes, tuple((layer, layer + 1) for layer in range(sum(sizes) - 1)))
 
 
-@pytest.mark.parametrize(("name", "num_microbatches"), CASES)
+@pytest.mark.parametrize(("name", "num_microbatches"), slow_unless({("async-1f1b", 8), ("amdp", 8), ("amdp-auto", 16)}, CASES))
 def test_one_worker_has_the_losses_of_eight_devices(name: str, num_microbatches: int) -> None:
     cut = chain([2, 1, 1, 1, 1, 1, 1, 2])
     delays = Delays.of(order(name, num_microbatches), cut)
@@ -87,7 +88,7 @@ def test_one_worker_has_the_losses_of_eight_devices(name: str, num_microbatches:
     assert there != pytest.approx(losses(order("1f1b", 8), cut), rel=1e-6), "delays change the losses, or the test says nothing"
 
 
-@pytest.mark.parametrize(("name", "num_microbatches"), CASES)
+@pytest.mark.parametrize(("name", "num_microbatches"), slow_unless({("pipedream-2bw", 8), ("amdp", 16)}, CASES))
 def test_one_worker_has_the_losses_of_eight_devices_behind_a_start_on_time(name: str, num_microbatches: int) -> None:
     """Each of the first updates is a window, as `schedule.synchronous_updates` makes it."""
     cut, start = chain([2, 1, 1, 1, 1, 1, 1, 2]), 3

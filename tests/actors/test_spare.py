@@ -67,6 +67,8 @@ late = sys.modules.keys() - found.pop("loaded")
 found["late"] = sorted(name for name in late if name.partition(".")[0] not in sys.stdlib_module_names)
 found["module"] = sys.modules["noting"].policy
 found["before"] = policies()
+from raypipe.actors.actor import StageActor
+StageActor.info = lambda actor: None  # which asks Ray
 spare.take_device(pickle.loads(identity), gpu_share=0.0, node_position=None, gpus="")
 found["behind"] = policies()
 found["device"] = spare.status().device
@@ -137,6 +139,7 @@ def test_modules_are_loaded_at_the_lowest_priority_and_no_thread_computes_at_it(
     environment = os.environ | {"PYTHONPATH": str(tmp_path)}
     ended = subprocess.run([sys.executable, "-c", IN_PROCESS], input=sent, env=environment, capture_output=True, check=True, timeout=60.0)
     found = json.loads(ended.stdout)
+    assert ended.stderr == b""
     assert found["early"] == []
     assert found["module"] == os.SCHED_BATCH
     assert found["late"] == []

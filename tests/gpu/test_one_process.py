@@ -99,6 +99,7 @@ def losses_unsplit(*, tied: bool = False) -> list[float]:
     ).losses
 
 
+@pytest.mark.combined
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 @pytest.mark.parametrize(("name", "devices", "chunks"), SCHEDULES)
 def test_ten_updates_equal_the_unsplit_model_on_the_same_gpu(name: str, devices: int, chunks: int, tied: bool) -> None:
@@ -154,6 +155,7 @@ def refuse_waits(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     forbid_waits(False)
 
 
+@pytest.mark.combined
 @pytest.mark.parametrize("optimizer", list(OptimizerName))
 @pytest.mark.parametrize("precision", list(Precision))
 @pytest.mark.parametrize("scope", list(UpdateScope))
@@ -171,6 +173,7 @@ def test_the_host_never_waits_for_the_gpu(
     assert len(losses_of(run, num_windows=2)) == 6
 
 
+@pytest.mark.combined
 @pytest.mark.parametrize("name", ["1f1b", "zb-h1", "pipedream-2bw"])
 @pytest.mark.parametrize("precision", list(Precision))
 def test_a_run_before_the_first_window_leaves_nothing_behind(name: str, precision: Precision) -> None:

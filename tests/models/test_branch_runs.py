@@ -49,6 +49,7 @@ LOW_MODELS = [
 ]
 
 
+@pytest.mark.combined
 @pytest.mark.parametrize("precision", [Precision.BF16_MIXED, Precision.BF16])
 @pytest.mark.parametrize("form", ["split", "recomputed", "shared-rows"])
 @pytest.mark.parametrize(("model", "batches", "stages", "num_parts"), LOW_MODELS)
@@ -92,6 +93,7 @@ MODELS = [
 ]
 
 
+@pytest.mark.combined
 @pytest.mark.parametrize(
     ("placed", "second", "again", "published"),
     [
@@ -149,6 +151,7 @@ ASYNCHRONOUS = [
 ]
 
 
+@pytest.mark.combined
 @pytest.mark.parametrize("again", [False, True], ids=["kept", "recomputed"])
 @pytest.mark.parametrize("towers", ASYNCHRONOUS)
 def test_branches_under_asynchronous_rules_equal_their_rule_done_by_hand(towers: Callable[[], Towers], again: bool) -> None:
@@ -162,6 +165,7 @@ def test_branches_under_asynchronous_rules_equal_their_rule_done_by_hand(towers:
     assert again or max(by_hand.mismatches.values()) == metrics(schedule).max_mismatch
 
 
+@pytest.mark.combined
 @pytest.mark.parametrize("precision", [Precision.BF16_MIXED, Precision.BF16])
 @pytest.mark.parametrize("towers", ASYNCHRONOUS)
 def test_branches_under_asynchronous_rules_in_low_precision_equal_their_rule_done_by_hand(

@@ -185,6 +185,7 @@ VQA_STAGES = ((0, 1), (2, 3), (4,), (5,), (6, 7, 8))
 """Two stages of images, two of questions, which read each other, and the rest."""
 
 
+@pytest.mark.combined
 @pytest.mark.parametrize("again", [False, True], ids=["kept", "recomputed"])
 @pytest.mark.parametrize("split", [False, True], ids=["whole-backwards", "split-backwards"])
 @pytest.mark.parametrize(
@@ -225,6 +226,7 @@ PLACED = [
 ]
 
 
+@pytest.mark.combined
 @pytest.mark.parametrize("split", [False, True], ids=["whole-backwards", "split-backwards"])
 @pytest.mark.parametrize("workers", PLACED)
 def test_a_loss_of_all_parts_may_lie_anywhere(workers: tuple[int, ...], split: bool) -> None:
@@ -250,6 +252,7 @@ def test_replicas_of_branches_share_rows_of_a_loss_on_one_device(num_parts: int,
     assert [len(copies) for copies in layers_of(run).values()] == [2] * 7 + [1]
 
 
+@pytest.mark.combined
 @pytest.mark.parametrize("name", ["1f1b", "zb-h1", "chimera"])
 @pytest.mark.parametrize(("model", "batches", "stages"), PIPELINES)
 def test_branches_one_behind_the_other_train_as_the_unsplit_model(

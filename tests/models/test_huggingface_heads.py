@@ -122,6 +122,7 @@ def train_whole(kind: str, folder: str, rows: Examples) -> tuple[list[float], di
     return losses, {name: tensor.detach() for name, tensor in model.state_dict().items()}
 
 
+@pytest.mark.combined
 @pytest.mark.parametrize("schedule", SCHEDULES, ids=[name for name, _ in SCHEDULES])
 @pytest.mark.parametrize(
     ("kind", "rows"),

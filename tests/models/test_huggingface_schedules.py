@@ -114,6 +114,7 @@ def test_pipedream_2bw_trains_with_weights_a_version_late(family: str, tmp_path:
     assert max(abs(one - other) for one, other in zip(losses, prompt, strict=True)) > 1e-3, "a version late is not in time"
 
 
+@pytest.mark.combined
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("schedule", ["amdp", "async-1f1b"])
 def test_live_orders_begin_with_the_loss_of_the_whole_model_and_learn(
@@ -165,6 +166,7 @@ def test_a_divided_optimizer_changes_no_bit_of_an_asynchronous_run(family: str, 
     assert all(torch.equal(tensor, found[name]) for name, tensor in weights_of(whole).items())
 
 
+@pytest.mark.combined
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
 def test_under_autocast_a_pipeline_trains_as_the_whole_model(schedule: str, family: str, tmp_path: Path) -> None:
@@ -192,6 +194,7 @@ def test_under_autocast_a_pipeline_trains_as_the_whole_model(schedule: str, fami
     assert max(losses) - min(losses) > 0.02
 
 
+@pytest.mark.combined
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("schedule", ["pipedream-2bw", "amdp"])
 @pytest.mark.parametrize("precision", [Precision.BF16, Precision.BF16_MIXED])

@@ -23,6 +23,7 @@ from raypipe.schedules.ir import WeightRule
 from raypipe.training.adaptive import AdaptiveStrategy
 from raypipe.training.trainer import Trainer
 from tests.actors.oracles import NUM_ROWS, RandomRows, train_unsplit
+from tests.marks import slow_unless
 from tests.on_ray.test_training import LEARNING_RATE, MAX_GRAD_NORM, NUM_MICROBATCHES, adamw_settings, rows
 from tests.told import Told, telling
 
@@ -102,7 +103,7 @@ class Asking(Callback):
         self.num_refused += 1
 
 
-@pytest.mark.parametrize("sharded", [False, True])
+@pytest.mark.parametrize("sharded", slow_unless({False}, [False, True]))
 def test_a_run_that_is_moved_four_times_equals_the_unsplit_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sharded: bool) -> None:
     """Adam's moments travel with their layers, also from copies that divide them: without them losses differ after the first switch."""
     scripted(monkeypatch, WAYS)
@@ -139,6 +140,7 @@ def test_a_run_that_is_moved_four_times_equals_the_unsplit_model(tmp_path: Path,
     assert before.num_updates == 4
 
 
+@pytest.mark.slow
 def test_an_update_of_rows_from_readers_is_divided_into_other_microbatches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = RandomRows().batch(0, (0.0, 1.0))
     data = [{name: tensor[row % NUM_ROWS] * (1 + row / 100) for name, tensor in whole.items()} for row in range(150)]

@@ -226,11 +226,12 @@ def test_windows_of_several_updates_go_on_from_a_checkpoint_with_branches_elsewh
         assert largest_difference([saved[name] for name, _ in layer.build().named_parameters()], expected.layers[index]) < 1e-10
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("local_ray")
 @pytest.mark.parametrize(
     ("kind", "message"),
     [
-        pytest.param(FaultKind.RAISE, r"train-2, 2F1\.2 of text: ScriptedFault", id="raised", marks=pytest.mark.slow),
+        pytest.param(FaultKind.RAISE, r"train-2, 2F1\.2 of text: ScriptedFault", id="raised"),
         pytest.param(FaultKind.KILL, r"train-2: its process died", id="killed"),
     ],
 )

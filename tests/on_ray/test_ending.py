@@ -141,6 +141,7 @@ def test_a_signal_while_training_ends_the_window_and_saves_and_the_same_command_
     assert not (folder / "run.lock").exists()
 
 
+@pytest.mark.slow
 def test_a_second_signal_ends_a_run_at_once_and_says_what_is_lost(config: Path, brand: Brand) -> None:
     process = start(brand, "train", config, "--set", "schedule.updates_per_window=3000")
     try:
@@ -161,6 +162,7 @@ def test_a_second_signal_ends_a_run_at_once_and_says_what_is_lost(config: Path, 
         process.communicate()
 
 
+@pytest.mark.slow
 def test_the_end_of_the_grace_ends_a_run(config: Path, brand: Brand) -> None:
     process = start(brand, "train", config, "--set", "schedule.updates_per_window=3000", "--set", "run.grace_s=1")
     try:

@@ -64,7 +64,11 @@ def seven_rows() -> torch.Tensor:
     return torch.randn(7, 16, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
 
 
-@pytest.mark.parametrize(("schedule", "replicas"), [("1f1b", 1), ("1f1b", 2), ("amdp", 1)], ids=["chain", "shared-rows", "two-pipelines"])
+@pytest.mark.parametrize(
+    ("schedule", "replicas"),
+    [pytest.param("1f1b", 1, marks=pytest.mark.slow), ("1f1b", 2), ("amdp", 1)],
+    ids=["chain", "shared-rows", "two-pipelines"],
+)
 def test_outputs_between_windows_are_those_of_the_checkpoint(schedule: str, replicas: int, tmp_path: Path) -> None:
     callback = Forwards()
     result = Trainer(
@@ -138,6 +142,7 @@ def test_rows_of_another_dtype_cost_the_callback_and_not_the_run(tmp_path: Path)
     assert "the field 'inputs' has torch.float32; expected torch.float64" in error
 
 
+@pytest.mark.slow
 def test_a_run_that_is_interrupted_between_windows_takes_no_forward_at_its_end(tmp_path: Path) -> None:
     callback = Interrupts()
     with pytest.raises(KeyboardInterrupt):

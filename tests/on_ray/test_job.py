@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 
 from raypipe.data.prepare import prepare
+from tests.marks import slow_unless
 from tests.on_ray.conftest import Brand
 from tests.on_ray.free_ports import free_ports
 
@@ -131,7 +132,7 @@ def updates_done(folder: Path) -> int:
     return max((json.loads(line)["update"] for line in lines if line.endswith("}")), default=0)
 
 
-@pytest.mark.parametrize("stop_wait_s", ["60", None])
+@pytest.mark.parametrize("stop_wait_s", slow_unless({"60"}, ["60", None]))
 def test_a_job_that_is_stopped_says_what_is_saved_and_goes_on_when_submitted_again(
     cluster: Cluster, tmp_path: Path, stop_wait_s: str | None
 ) -> None:

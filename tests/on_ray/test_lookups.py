@@ -69,6 +69,7 @@ def test_rows_give_the_bits_of_whole_gradients(tmp_path: Path, name: str, shares
     check_equal_checkpoints(*results)
 
 
+@pytest.mark.slow
 def test_late_rows_give_the_weights_of_rows_that_are_due_together(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     node, shares = this_node(), ((0.5, 0.5), (1.0,))
     profile = profile_of(table_gpt(), rows("train").batch(0, (0.0, 1.0)))

@@ -77,6 +77,7 @@ def test_a_mixed_optimizer_resumes_on_other_copies_as_if_it_had_never_stopped(tm
         trainer(tmp_path / "parts", optimizer_config=other, num_updates=12).fit(resume=True)
 
 
+@pytest.mark.slow
 def test_a_recovered_run_has_the_losses_of_a_run_without_a_fault(tmp_path: Path) -> None:
     calm = trainer(tmp_path / "calm").fit()
     faults = FaultScript().fail_at(device=1, before="1B2", kind=FaultKind.KILL, window=1)

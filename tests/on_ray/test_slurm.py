@@ -107,6 +107,7 @@ def slurm(tmp_path: Path) -> Iterator[Slurm]:
                 process.wait(timeout=30)
 
 
+@pytest.mark.slow
 def test_a_job_that_is_told_to_end_is_queued_again_and_goes_on_and_one_that_is_cancelled_is_not(slurm: Slurm) -> None:
     assert main(["data", "prepare", "python-stdlib", "-o", str(slurm.folder / "data.parquet")]) == 0
     (slurm.folder / "config.yaml").write_text(CONFIG.format(data=slurm.folder / "data.parquet", runs=slurm.folder / "runs"))

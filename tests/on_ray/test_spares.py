@@ -27,6 +27,7 @@ from raypipe.config import ClusterConfig, ScalingConfig
 from raypipe.errors import StageFailedError
 from raypipe.model import Model
 from raypipe.models.mlp import mlp
+from tests.marks import slow_unless
 from tests.on_ray.test_recovery import trainer
 from tests.spares import Watched, two_layers, watch_spares
 
@@ -94,6 +95,7 @@ def test_spare_processes_take_the_places_and_losses_stay_equal(tmp_path: Path, w
     assert living() == before
 
 
+@pytest.mark.slow
 def test_without_a_spare_process_that_answers_a_new_actor_takes_the_place(
     tmp_path: Path, watched: Watched, calm_losses: list[float]
 ) -> None:
@@ -117,7 +119,7 @@ def test_without_a_spare_process_that_answers_a_new_actor_takes_the_place(
 
 
 @pytest.mark.skipif(sys.platform != "linux" or os.getuid() != 0, reason="only root may give a thread a higher priority")
-@pytest.mark.parametrize("is_up", [False, True])
+@pytest.mark.parametrize("is_up", slow_unless({True}, [False, True]))
 def test_processes_that_load_are_hurried_on_the_nodes_that_are_named(tmp_path: Path, is_up: bool) -> None:
     node, loading = cluster_nodes()[0], tmp_path / "loading"
     actors = SimpleNamespace(run=f"hurried {is_up}", scaling=ScalingConfig(), cluster=ClusterConfig())

@@ -21,6 +21,7 @@ SHORTER = {
 """Settings of the tutorial that only take time, and what they are here."""
 
 
+@pytest.mark.slow
 def test_the_commands_of_the_tutorial_work_one_after_the_other(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

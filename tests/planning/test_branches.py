@@ -207,7 +207,7 @@ def begun() -> Run:
         pytest.param(range(1), id="one layer"),
         pytest.param(range(4, 10), id="six layers", marks=pytest.mark.slow),
         pytest.param(range(24, 32), id="eight layers", marks=pytest.mark.slow),
-        pytest.param(range(16, 32), id="a branch"),
+        pytest.param(range(16, 32), id="a branch", marks=pytest.mark.slow),
         pytest.param((*range(6, 10), *range(22, 26)), id="four layers of each branch", marks=pytest.mark.slow),
     ],
 )

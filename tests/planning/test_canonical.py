@@ -39,7 +39,7 @@ def test_a_layout_comes_back_in_the_old_numbers(seed: int) -> None:
     assert times[0].update_s == pytest.approx(times[1].update_s)
 
 
-@pytest.mark.parametrize("seed", slow_unless(range(2), range(4)))
+@pytest.mark.parametrize("seed", slow_unless({1}, range(4)))
 def test_equal_clusters_get_equal_plans(seed: int) -> None:
     if seed % 2:
         problem = random_problem(seed, num_devices=6, num_layers=6, one_way=True)

@@ -55,6 +55,7 @@ def test_a_long_update_takes_what_two_short_ones_say(order: str, seed: int) -> N
     assert said.missing_bytes == pytest.approx(whole.missing_bytes, rel=0.01)
 
 
+@pytest.mark.combined
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize("memory_bytes", [None, 600_000_000])
 def test_searches_by_short_updates_find_plans_as_fast(seed: int, memory_bytes: int | None, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -107,7 +107,7 @@ def test_a_plan_has_them() -> None:
     assert trace.steady_update_s < 1.05 * NUM_MICROBATCHES * 0.06
 
 
-@pytest.mark.parametrize(("sum_share", "num_pipelines"), slow_unless({(0.25, 4), (1.0, 1)}, [(0.0, 4), (0.25, 4), (0.5, 2), (1.0, 1)]))
+@pytest.mark.parametrize(("sum_share", "num_pipelines"), slow_unless({(1.0, 1)}, [(0.0, 4), (0.25, 4), (0.5, 2), (1.0, 1)]))
 def test_the_number_of_pipelines_follows_the_sums(sum_share: float, num_pipelines: int) -> None:
     # Twelve layers on eight devices: the more pipelines, the better balanced, and the more copies to sum.
     num_devices, num_layers, num_microbatches = 8, 12, 16

@@ -17,6 +17,7 @@ from tests.processes.process_ends import Make
 from tests.processes.transport_contract import gradients, together
 
 
+@pytest.mark.combined
 @pytest.mark.parametrize(("name", "num_pipelines", "copies"), COPIES)
 def test_rows_give_the_bits_of_whole_gradients(make: Make, name: str, num_pipelines: int, copies: int) -> None:
     rows, whole = (
@@ -37,6 +38,7 @@ def test_rows_give_the_bits_of_whole_gradients_in_buckets(make: Make, copies: in
     assert sum(rows.sum_bytes) < sum(whole.sum_bytes)
 
 
+@pytest.mark.combined
 @pytest.mark.parametrize("copies", [2, 3, 4])
 @pytest.mark.parametrize(
     ("least_bytes", "communication", "buckets"),

@@ -38,6 +38,7 @@ def beside(make: Make, prefix: str, name: str, num_pipelines: int, copies: int, 
     return divided
 
 
+@pytest.mark.combined
 @pytest.mark.parametrize(("name", "num_pipelines", "copies"), COPIES)
 def test_copies_that_divide_the_optimizer_have_the_same_weights(make: Make, name: str, num_pipelines: int, copies: int) -> None:
     run = beside(make, f"{name}-{copies}", name, num_pipelines, copies)
@@ -57,6 +58,7 @@ def test_they_do_so_where_versions_are_stashed(make: Make, num_pipelines: int, c
     beside(make, f"stash-{name}", name, num_pipelines, copies, change=stash)
 
 
+@pytest.mark.combined
 @pytest.mark.parametrize("copies", [2, 3])
 @pytest.mark.parametrize("precision", [Precision.BF16_MIXED, Precision.BF16])
 @pytest.mark.parametrize("name", ["1f1b", "pipedream-2bw", "async-1f1b"])
@@ -64,6 +66,7 @@ def test_they_do_so_in_lower_precision(make: Make, name: str, precision: Precisi
     beside(make, f"{name}-{precision}-{copies}", name, 1, copies, precision=precision)
 
 
+@pytest.mark.combined
 @pytest.mark.parametrize(("name", "num_pipelines", "copies"), [("1f1b", 1, 3), ("pipedream-2bw", 1, 2), ("chimera", 2, 4)])
 @pytest.mark.parametrize(
     ("change", "buckets"),

@@ -140,6 +140,7 @@ def test_connecting_again_leaves_no_descriptor_open(make: Make) -> None:
 # Sums
 
 
+@pytest.mark.combined
 @pytest.mark.parametrize("num_members", [2, 3, 4])
 @pytest.mark.parametrize(
     ("chunk_bytes", "communication", "numel"),

@@ -146,6 +146,7 @@ def test_recomputation_trades_time_for_memory() -> None:
 # One optimizer's state, divided among the copies of a stage
 
 
+@pytest.mark.combined
 @pytest.mark.parametrize("scope", UpdateScope)
 @pytest.mark.parametrize("name", [*BIDIRECTIONAL, *AMDPS])
 def test_all_copies_of_a_stage_update_and_publish_to_the_others(name: str, scope: UpdateScope) -> None:

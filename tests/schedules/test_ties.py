@@ -20,8 +20,10 @@ from raypipe.schedules.reductions import add_reductions
 from raypipe.schedules.request import ScheduleRequest
 from raypipe.schedules.validate import validate
 from tests import strategies
+from tests.marks import slow_unless
 from tests.schedules import reference
 
+ONE_OF_EACH_KIND = ("1f1b", "interleaved", "zb-v", "zb-auto", "chimera", "dualpipe-v", "pipedream-2bw", "async-1f1b", "amdp", "amdp-flush")
 SPECS = pytest.mark.parametrize("name", strategies.SPEC_NAMES)
 
 
@@ -30,7 +32,7 @@ def tied(schedule: Schedule, *ties: tuple[int, ...]) -> Schedule:
     return over_graph(schedule, StageGraph(graph.num_stages, graph.edges, ties or ((0, graph.num_stages - 1),)))
 
 
-@SPECS
+@pytest.mark.parametrize("name", slow_unless(ONE_OF_EACH_KIND, strategies.SPEC_NAMES))
 @given(data=st.data())
 @settings(max_examples=20)
 def test_every_schedule_stays_valid_and_runs_in_one_order(name: str, data: st.DataObject) -> None:

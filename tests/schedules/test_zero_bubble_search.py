@@ -231,6 +231,7 @@ def end_with_sums_s(schedule: Schedule, size: ScheduleRequest) -> float:
     return max(end_s + sum_s for end_s, sum_s in zip(ends_s, size.sums_s, strict=True))
 
 
+@pytest.mark.combined
 @pytest.mark.parametrize("sums_s", [(0, 0), (0, 2.5), (2, 0), (1, 7)])
 @pytest.mark.parametrize(
     ("times", "hop_s"), [((EQUAL,), 0.5), ((StageTimes(1, 4, 2), StageTimes(3, 1, 2)), 0), ((StageTimes(2, 3, 1),), 2)]
@@ -264,6 +265,7 @@ def end_with_queues_s(schedule: Schedule, size: ScheduleRequest) -> float:
         ends_s = found_s
 
 
+@pytest.mark.combined
 @pytest.mark.parametrize(("hop_s", "queue_s"), [(3, 3), (4, 2), (5, 5), (1, 0)])
 @pytest.mark.parametrize("times", [(EQUAL,), (StageTimes(1, 4, 2), StageTimes(3, 1, 2)), (StageTimes(2, 3, 1),)])
 def test_of_all_orders_none_ends_earlier_where_messages_wait_for_each_other(

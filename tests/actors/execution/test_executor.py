@@ -109,6 +109,7 @@ SCHEDULES = [
 ]
 
 
+@pytest.mark.combined
 @pytest.mark.parametrize("updates_per_window", [1, 5])
 @pytest.mark.parametrize(("name", "devices", "chunks"), SCHEDULES)
 def test_twenty_updates_in_float64_equal_the_unsplit_model(
@@ -199,6 +200,7 @@ ASYNCHRONOUS = [
 ]
 
 
+@pytest.mark.combined
 @pytest.mark.parametrize("published", [False, True], ids=["all-update", "owner-publishes"])
 @pytest.mark.parametrize("again", [False, True], ids=["kept", "recomputed"])
 @pytest.mark.parametrize(("name", "size"), ASYNCHRONOUS)
@@ -239,6 +241,7 @@ def test_a_2bw_window_holds_two_versions_and_ends_with_one() -> None:
     assert {weights.versions.num_versions for weights in held} == {1}
 
 
+@pytest.mark.combined
 @pytest.mark.parametrize("scope", UpdateScope)
 @pytest.mark.parametrize("ties", [(), ((("layer-1", "linear.weight"), ("layer-6", "linear.weight")),)], ids=["untied", "tied"])
 def test_sums_that_last_until_the_first_reader_change_no_bit(scope: UpdateScope, ties: tuple[tuple[tuple[str, str], ...], ...]) -> None:
@@ -282,6 +285,7 @@ def test_a_replicated_stage_equals_the_unsplit_model(unsplit: dict[torch.dtype, 
     assert len(mean_losses(reports, num_microbatches=3)) == 1
 
 
+@pytest.mark.combined
 @pytest.mark.parametrize("name", ["1f1b", "zb-h1"])
 @pytest.mark.parametrize("shares", [((1.0,), (1.0,), (1.0,)), ((0.5, 0.5), (1.0,), (1 / 3, 2 / 3))], ids=["one-device-each", "replicated"])
 def test_halves_of_microbatches_equal_the_unsplit_model(
@@ -295,6 +299,7 @@ def test_halves_of_microbatches_equal_the_unsplit_model(
     assert losses_of(run, 5) == pytest.approx(unsplit[torch.float64].losses[:10], abs=1e-10)
 
 
+@pytest.mark.combined
 @pytest.mark.parametrize("stages", [(0, 1, 2, 3, 4, 5, 6, 7), (1, 2)], ids=["all", "some"])
 @pytest.mark.parametrize(
     ("name", "devices", "chunks"),
@@ -379,6 +384,7 @@ DIVIDED = [
 ]
 
 
+@pytest.mark.combined
 @pytest.mark.parametrize("again", [False, True], ids=["kept", "recomputed"])
 @pytest.mark.parametrize(("order", "num_parts"), DIVIDED)
 def test_stages_that_divide_microbatches_differently_equal_the_unsplit_model(
@@ -406,6 +412,7 @@ def unsplit_after(num_updates: int) -> Trained:
     )
 
 
+@pytest.mark.combined
 @pytest.mark.parametrize("name", ["1f1b", "zb-h1"])
 @pytest.mark.parametrize("num_parts", [{0: 3}, {1: 3}, {0: 3, 2: 3}, {2: 3}], ids=str)
 @pytest.mark.parametrize(

@@ -102,6 +102,7 @@ def assert_equal(run: LocalPipeline, layers: list[list[torch.Tensor]]) -> None:
             assert largest_difference(copy, layers[index]) < TOLERANCE
 
 
+@pytest.mark.combined
 @pytest.mark.parametrize(
     ("schedule", "devices", "sharded"),
     [("zb-h1", 4, False), ("chimera", 4, False), ("chimera", 4, True)],
@@ -118,6 +119,7 @@ def test_a_synchronous_pipeline_equals_the_unsplit_model(name: str, schedule: st
     assert_equal(run, layers)
 
 
+@pytest.mark.combined
 @pytest.mark.parametrize("schedule", ["async-1f1b", "pipedream", "pipedream-2bw", "amdp"])
 @every_optimizer
 def test_an_asynchronous_pipeline_equals_the_interpreter_of_its_rule(name: str, schedule: str) -> None:
@@ -135,6 +137,7 @@ def test_an_asynchronous_pipeline_with_divided_state_equals_the_interpreter(name
     run_beside_hand(model, Cut.equal(4, 4, model.edges()), order, optimizer=optimizer_of(name), tolerance=TOLERANCE)
 
 
+@pytest.mark.combined
 @pytest.mark.parametrize("precision", [Precision.BF16_MIXED, Precision.BF16])
 @every_optimizer
 def test_in_low_precision_a_pipeline_equals_the_unsplit_model(name: str, precision: Precision) -> None:
@@ -153,6 +156,7 @@ def test_in_low_precision_a_pipeline_equals_the_unsplit_model(name: str, precisi
     assert furthest(run, expected.layers) < 1e-5
 
 
+@pytest.mark.combined
 @pytest.mark.parametrize("precision", [Precision.BF16_MIXED, Precision.BF16])
 @pytest.mark.parametrize("schedule", ["async-1f1b", "pipedream-2bw"])
 @every_optimizer

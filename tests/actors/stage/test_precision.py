@@ -89,6 +89,7 @@ def by_hand(kind: type[HandPipeline], model: Model, schedule: Schedule) -> list[
 # Which weights a backward reads
 
 
+@pytest.mark.combined
 @pytest.mark.parametrize(
     ("again", "published", "precision"),
     [
@@ -169,6 +170,7 @@ def plain_autocast(model: Model, batches: BatchSource, *, cached: bool) -> Train
     )
 
 
+@pytest.mark.combined
 @pytest.mark.parametrize("again", [False, True], ids=["kept", "recomputed"])
 @pytest.mark.parametrize(("name", "devices", "chunks"), SYNCHRONOUS)
 def test_autocast_over_stages_equals_plain_autocast(name: str, devices: int, chunks: int, again: bool) -> None:
