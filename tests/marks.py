@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Collection, Hashable, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from enum import Enum
 from typing import Any
 
@@ -21,7 +21,7 @@ def slow_unless(kept: Collection[Any], cases: Sequence[Any]) -> list[Any]:
     ]
 
 
-def covering(cases: Sequence[dict[str, Hashable]]) -> set[int]:
+def covering(cases: Sequence[Mapping[str, Hashable]]) -> set[int]:
     """Return positions of a few cases that have each value of each parameter, in combinations as different as can be.
 
     The next case is always one with most values that none has yet, of these the one whose values few have: of seven sizes and two
@@ -40,7 +40,7 @@ def covering(cases: Sequence[dict[str, Hashable]]) -> set[int]:
     return chosen
 
 
-def _uses(used: Counter[tuple[str, Hashable]], case: dict[str, Hashable]) -> int:
+def _uses(used: Counter[tuple[str, Hashable]], case: Mapping[str, Hashable]) -> int:
     return sum(used[value] for value in case.items())
 
 

@@ -7,9 +7,7 @@ copies of an object are, and takes the one that is left.
 
 from __future__ import annotations
 
-import statistics
 import time
-from collections import deque
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,13 +15,13 @@ from typing import Any
 import ray
 
 from raypipe.cluster.actor_group import Member
+from raypipe.cluster.copy_pace import CopyPace
 from raypipe.cluster.stage_actors import COPIES, StageActors
 from raypipe.cluster.states import Parts, States, by_layer, export_states, exported_layers
 
 # Until then, or for so many times what other nodes have taken, a node may fetch copies: it may not reach the node that has them.
 _SLOW_S = 60.0
 _SLOW = 10.0
-_NUM_NEWEST = 3
 
 
 @dataclass(frozen=True)
@@ -39,7 +37,7 @@ class StateCopies:
 
     def __init__(self, actors: StageActors, *, share: float) -> None:
         self._actors = actors
-        self._share = share
+        self.pace = CopyPace(share)
         self._kept: list[StateCopy] = []  # from old to new; of the last, nodes may still fetch their parts
         self._fetching: dict[Any, tuple[str, str]] = {}  # calls, not answered yet; node of the layers, and the node that is to keep a copy
         self._apart: set[tuple[str, str]] = set()  # nodes of which the second could not fetch copies from the first
@@ -48,15 +46,23 @@ class StateCopies:
         self._holding: dict[int, int] = {}  # by the number of its slot, the newest update of which an actor keeps other nodes' layers
         self._usual_s = float("inf")  # for a node to fetch copies
         self._taken_at_s = -float("inf")
-        self._took_s: deque[float] = deque(maxlen=_NUM_NEWEST)  # for the newest copies; one may have met a busy machine
+        self._is_beside = False  # the window that runs now, or the last one: nodes fetched copies when it began
         self.cut_links: Collection[frozenset[str]] = ()  # ids of nodes that do not reach each other
-        self.seconds = 0.0  # for which the run has waited for copies
 
-    def take(self, update: int) -> bool:
-        """Copy the state behind an update, unless the last copies are still on their way or would take too much of the run's time."""
-        is_early = self._share < 1 and time.monotonic() - self._taken_at_s < self._usual_wait_s / self._share
-        if self._is_fetching() or is_early:
-            return False
+    def after_window(self, update: int, *, seconds: float, num_updates: int) -> bool:
+        """Copy the state behind a window, unless the last copies are still on their way or copies would take too much of the run's time.
+
+        The window had so many updates and took so many seconds. Tell if there are new copies.
+        """
+        self.pace.window(seconds, num_updates=num_updates, is_beside=self._is_beside)
+        is_due = self.pace.is_due(seconds=time.monotonic() - self._taken_at_s, was_beside=self._is_beside)
+        is_taken = not self._is_fetching() and is_due
+        if is_taken:
+            self._take(update)
+        self._is_beside = bool(self._fetching)
+        return is_taken
+
+    def _take(self, update: int) -> None:
         since_s = time.monotonic()
         parts = self._export()
         oldest = self._kept[-1].update if self._kept else update
@@ -69,13 +75,7 @@ class StateCopies:
             self._fetching[call] = (members[device].slot.node.node_id, members[keeper].slot.node.node_id)
         self._drop_elsewhere({self._actors.devices[keeper] for keeper in keepers.values()}, update=update, oldest=oldest)
         self._taken_at_s = time.monotonic()
-        self._took_s.append(self._taken_at_s - since_s)
-        self.seconds += self._took_s[-1]
-        return True
-
-    @property
-    def _usual_wait_s(self) -> float:
-        return statistics.median(self._took_s) if self._took_s else 0.0
+        self.pace.waited(self._taken_at_s - since_s)
 
     def _drop_elsewhere(self, keeping: Collection[int], *, update: int, oldest: int) -> None:
         """Let actors that keep no new copies drop their old ones; those that keep new ones do so by themselves."""

@@ -360,6 +360,7 @@ class Fit:
         self._begin_adaptation()
 
     def _warm_up(self) -> None:
+        self.recovery.copies.pace.begin_anew()
         if isinstance(self.strategy, AdaptiveStrategy):
             self.strategy.begin_anew()
 
@@ -424,7 +425,7 @@ class Fit:
                         continue
                     self._record(result, done)
                     self.num_done = done = done + size
-                    self.recovery.after_window(done)
+                    self.recovery.after_window(done, result)
                 except (RunTakenOverError, NonFiniteError):
                     raise
                 except RunError as error:

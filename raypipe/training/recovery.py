@@ -19,6 +19,7 @@ from raypipe.cluster.discovery import end_processes, spare_slots, unreached
 from raypipe.cluster.slots import DeviceSlot, resources_per_device
 from raypipe.cluster.state_copies import StateCopies
 from raypipe.cluster.states import States
+from raypipe.cluster.window import WindowResult
 from raypipe.config import FailureConfig
 from raypipe.errors import FormatError, PlanError, RunError, StageRaisedError, StateLostError
 from raypipe.training.adaptive import AdaptiveStrategy
@@ -75,7 +76,7 @@ class Recovery:
         self._cut_links = CutLinks(self.coordinator.actors)
         self.copies.cut_links = self._cut_links
 
-    def after_window(self, update: int) -> None:
+    def after_window(self, update: int, window: WindowResult) -> None:
         """Copy the state behind a window, and see that the run gets on."""
         if not self.config.max_failures:
             return
@@ -83,7 +84,7 @@ class Recovery:
             self.num_failures = 0
             self._raised.clear()
             self._cut_links.trust()
-        if self.copies.take(update):
+        if self.copies.after_window(update, seconds=window.wall_s, num_updates=window.num_updates):
             self._take_back(update)
         if self.config.spare_processes:
             nodes = {member.slot.node for member in self.coordinator.actors.alive().values()}

@@ -68,6 +68,7 @@ def test_a_run_leaves_a_link_that_drops_to_a_tenth_within_two_windows(machines: 
     assert update_s[NUM_UPDATES] < min(worst_s / 1.5, 1.5 * update_s[DROP_AFTER])
 
 
+@pytest.mark.slow
 def test_a_hop_that_becomes_longer_gets_more_forwards_in_flight_within_two_windows(machines: Cluster, tmp_path: Path) -> None:
     """`benchmarks/slow_hop.py` has other delays and orders."""
     settings = Settings(

@@ -27,6 +27,7 @@ def ports() -> Iterator[Cluster]:
         yield machines
 
 
+@pytest.mark.slow
 def test_links_under_full_overlap_are_known_within_a_tenth_and_a_port_that_falls_is_seen_within_two_windows(
     ports: Cluster, tmp_path: Path
 ) -> None:

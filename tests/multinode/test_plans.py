@@ -148,6 +148,7 @@ def test_a_rehearsed_update_takes_as_long_as_a_simulated_one(four: Cluster, comm
     assert document["update_s"] == expected
 
 
+@pytest.mark.slow
 def test_the_planned_placement_beats_the_naive_order_by_what_was_predicted(four: Cluster, commands: Driver, tmp_path: Path) -> None:
     profile = layers(8, forward_s=0.03, output_bytes=1_200_000, parameter_bytes=1_500_000)
     problem = Problem(profile, four_nodes(devices=1), num_microbatches=4, microbatch_size=ROWS)

@@ -218,6 +218,7 @@ def read_until(process: subprocess.Popen[str], link: str, bandwidth: float, *, m
     pytest.fail(f"after {told.get('updates')} updates the link is taken to carry {told.get('links')}, not {bandwidth:.3g} bytes/s")
 
 
+@pytest.mark.slow
 def test_a_link_that_carries_nothing_is_named(four: Cluster, commands: Driver) -> None:
     four.set_rate(2, 3, 100)  # bytes per second
     try:
@@ -228,6 +229,7 @@ def test_a_link_that_carries_nothing_is_named(four: Cluster, commands: Driver) -
     assert none_left(four) == []
 
 
+@pytest.mark.slow
 def test_nodes_that_do_not_reach_each_other_are_no_pair_of_a_plan(tmp_path: Path) -> None:
     # Nodes of its own: others may still forget what the tests before have set.
     with cluster(nodes=4, cpus_per_node=2) as four, driver(four) as commands:

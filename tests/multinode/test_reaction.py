@@ -23,7 +23,9 @@ def ports() -> Iterator[Cluster]:
         yield machines
 
 
-@pytest.mark.parametrize(("exact", "pattern", "most_gained"), [(False, "ring 0 ", 1.0), (True, "direct 0 1 2 3", 0.63)])
+@pytest.mark.parametrize(
+    ("exact", "pattern", "most_gained"), [pytest.param(False, "ring 0 ", 1.0, marks=pytest.mark.slow), (True, "direct 0 1 2 3", 0.63)]
+)
 def test_sums_go_round_a_wire_that_falls_to_a_tenth(ports: Cluster, tmp_path: Path, exact: bool, pattern: str, most_gained: float) -> None:
     """No way is quicker than the ring before. Direct exchange sends a third as much over the wire: by simulation, it gains 0.63 of that."""
     found = reacting.wire_falls(ports, tmp_path, exact=exact)
@@ -33,6 +35,7 @@ def test_sums_go_round_a_wire_that_falls_to_a_tenth(ports: Cluster, tmp_path: Pa
     assert found.gained(found.before_s) >= 0.8 * most_gained, found
 
 
+@pytest.mark.slow
 def test_a_port_that_falls_to_0_4_is_left_by_the_stage_that_needs_it(ports: Cluster, tmp_path: Path) -> None:
     """The best fixed way is the plan that is made for the fallen port: nothing late, since that takes AdamW more updates than it gains."""
     found = reacting.port_falls(ports, tmp_path, part=0.4)

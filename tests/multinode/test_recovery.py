@@ -14,7 +14,6 @@ from typing import Any
 
 import pytest
 
-from tests.marks import slow_unless
 from tests.multinode.cluster import Cluster, cluster
 from tests.multinode.recovering_run import Settings
 
@@ -74,6 +73,7 @@ def stage_process(machines: Cluster, node: int) -> int:
     return pid
 
 
+@pytest.mark.slow
 def test_a_spare_process_of_the_node_takes_the_place_of_a_lost_one_and_none_is_left_behind(tmp_path: Path) -> None:
     with cluster(nodes=2, cpus_per_node=1) as machines:
         with running(machines, tmp_path, Settings(num_devices=2, waits_for_spares=True)) as run:
@@ -121,7 +121,8 @@ def test_lost_processes_nodes_and_links_leave_the_losses_as_they_are(tmp_path: P
         assert sources == ["the copies in memory"] * 5
 
 
-@pytest.mark.parametrize("how", slow_unless({"no packet"}, ["no route", "no packet"]))
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["no route", "no packet"])
 def test_a_link_that_comes_back_is_used_again(tmp_path: Path, how: str) -> None:
     settings = Settings(num_devices=3, message_timeout_s=300.0)
     with cluster(nodes=3, cpus_per_node=1) as machines, running(machines, tmp_path, settings) as run:
@@ -141,6 +142,7 @@ def test_a_link_that_comes_back_is_used_again(tmp_path: Path, how: str) -> None:
     assert len(found) > 40
 
 
+@pytest.mark.slow
 def test_devices_that_come_back_are_used_again(tmp_path: Path) -> None:
     with cluster(nodes=3, cpus_per_node=1) as machines, running(machines, tmp_path, Settings(num_devices=3)) as run:
         run.until("update", at_least=20)
