@@ -8,6 +8,7 @@ import sys
 import tomllib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cache, cached_property
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -84,6 +85,7 @@ class Source:
     def floor(self) -> int:
         return FLOOR_OF.get(self.unit, len(FLOORS))
 
+    @cached_property
     def imports(self) -> list[Import]:
         return list(self._imports_in(self.tree, typing_only=False, in_function=False))
 
@@ -118,7 +120,7 @@ class Source:
 
         What `raypipe/__init__.py` imports for type checkers it hands on when it is asked, and is no import of its own.
         """
-        for imported in self.imports():
+        for imported in self.imports:
             if imported.top == "raypipe" and not (self.unit == "__init__" and imported.typing_only):
                 second = imported.name.split(".")[1] if "." in imported.name else "__init__"
                 unit = second if second in known_units() else "__init__"  # `from raypipe import __version__`
@@ -158,6 +160,7 @@ def source(module: str, path: Path, text: str) -> Source:
     return Source(module, path.as_posix(), ast.parse(text, str(path)))
 
 
+@cache
 def library() -> list[Source]:
     """Reads raypipe as it is installed: the folders that it links to under its own name."""
     paths = [(path, path.relative_to(ROOT)) for path in (ROOT / "raypipe").rglob("*.py")]
@@ -168,6 +171,7 @@ def library() -> list[Source]:
     return [source(module, place, path.read_text(encoding="utf-8")) for module, (path, place) in sorted(by_module.items())]
 
 
+@cache
 def known_units() -> set[str]:
     return set(FLOOR_OF) | {path.stem for path in (ROOT / "raypipe").iterdir()}
 
@@ -182,7 +186,7 @@ def upward_imports(source: Source) -> Iterator[str]:
 
 def heavy_imports(source: Source) -> Iterator[str]:
     names = ", ".join(sorted(HEAVY_FOLDERS))
-    for imported in source.imports():
+    for imported in source.imports:
         if imported.top in HEAVY and not imported.typing_only:
             if source.unit not in HEAVY_FOLDERS:
                 yield f"{source.path}:{imported.line}: {imported.top} may be imported in {names} only"
@@ -191,7 +195,7 @@ def heavy_imports(source: Source) -> Iterator[str]:
 
 
 def undeclared_imports(source: Source) -> Iterator[str]:
-    for imported in source.imports():
+    for imported in source.imports:
         if imported.top in sys.stdlib_module_names or imported.top == "raypipe":
             continue
         if source.unit in STANDARD_LIBRARY_ONLY:
@@ -202,7 +206,7 @@ def undeclared_imports(source: Source) -> Iterator[str]:
 
 def private_names(source: Source) -> Iterator[str]:
     """Yields uses of names that ray, torch or cupy may take away without notice."""
-    for imported in source.imports():
+    for imported in source.imports:
         if imported.top in HEAVY and any(is_private(part) for part in imported.name.split(".")):
             yield f"{source.path}:{imported.line}: {imported.name} is private"
     for name, node in source.names():
@@ -237,6 +241,7 @@ def import_path_edits(source: Source) -> Iterator[str]:
         yield f"{source.path}:{node.lineno}: sys.path is not the library's to edit"
 
 
+@cache
 def declared_distributions() -> set[str]:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     extras = project["optional-dependencies"]

@@ -57,6 +57,7 @@ def executed(cell: Cell, data: Path) -> list[float]:
     return mean_losses(in_turn(pipeline).run_window(), num_microbatches=num_microbatches)
 
 
+@pytest.mark.combined
 @pytest.mark.parametrize("optimizer", list(RECIPES))
 @pytest.mark.parametrize(("schedule", "rounds"), [("amdp", 2), ("pipedream-2bw", 1), (SYNCHRONOUS, 1)])
 def test_emulated_losses_are_those_of_the_executor(

@@ -49,6 +49,7 @@ TOPOLOGIES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("topology", TOPOLOGIES.values(), ids=TOPOLOGIES)
 def test_what_is_said_can_be_had(topology: ClusterTopology) -> None:
     plan, found, again = planned(topology)

@@ -48,6 +48,7 @@ MODELS = [
 ]
 
 
+@pytest.mark.combined
 @pytest.mark.parametrize("num_devices", [2, 3])
 @pytest.mark.parametrize(("model", "batches", "num_microbatches"), MODELS)
 def test_planned_branches_train_as_the_unsplit_model(model: Model, batches: Shifted, num_microbatches: int, num_devices: int) -> None:

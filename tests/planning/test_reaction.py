@@ -43,6 +43,7 @@ def test_a_port_that_falls_is_left_by_the_sums() -> None:
     assert found.gained >= 0.8, found
 
 
+@pytest.mark.slow
 def test_a_port_of_which_others_take_half_is_left_by_the_sums_and_no_harm_is_done_when_they_have_gone() -> None:
     # With fair shares, half of the port is what remains for the run; windows have five updates.
     found, run = reaction.port_falls(part=0.5)

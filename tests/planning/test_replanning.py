@@ -22,6 +22,7 @@ from raypipe.planning.layout_schedules import ScheduleCache
 from raypipe.planning.problem import Problem
 from raypipe.planning.replanning import ConcurrencyPolicy, Decision
 from raypipe.planning.solve import solve
+from tests.marks import slow_unless
 
 RATE = 25e6
 NODES = [f"n{number}" for number in range(4)]
@@ -150,7 +151,7 @@ def test_a_thousand_windows_of_noise_are_no_reason_to_switch() -> None:
         assert not run.window().switch, run.decisions[-1].text
 
 
-@pytest.mark.parametrize("part", [0.1, 0.3])
+@pytest.mark.parametrize("part", slow_unless({0.1}, [0.1, 0.3]))
 def test_a_link_that_drops_is_left_within_two_windows_for_what_is_best_without_it(part: float) -> None:
     run = Run(begun())
     for _ in range(5):

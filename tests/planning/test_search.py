@@ -18,11 +18,14 @@ from raypipe.planning.layout import Layout
 from raypipe.planning.plan_bound import plan_bound
 from raypipe.planning.search import LayoutSearch, SearchBudget
 from raypipe.planning.solve import solve
+from tests.marks import slow_unless
 from tests.planning.instances import random_problem
 from tests.planning.optima import Case, gap, optimum_s, stored
 
-EVERY = 9
-"""Of the stored problems, every so many are searched here; `python -m tests.planning.optima compare` searches all of them."""
+EVERY = 27
+"""Of the stored problems, every so many are searched here, `NUM_PARTS` times; `python -m tests.planning.optima compare` searches all."""
+
+NUM_PARTS = 12
 
 
 def test_there_are_two_hundred_problems_of_four_to_eight_devices() -> None:
@@ -49,10 +52,10 @@ def test_the_stored_optima_are_those_of_trying_everything() -> None:
         assert optimum_s(case.problem()) == pytest.approx(best_s)
 
 
-@pytest.mark.parametrize("part", [0, *(pytest.param(part, marks=pytest.mark.slow) for part in (1, 2, 3))])
+@pytest.mark.parametrize("part", slow_unless({0}, range(NUM_PARTS)))
 @pytest.mark.timeout(240)
 def test_the_search_comes_within_two_percent_on_average_and_eight_at_worst(part: int) -> None:
-    some: list[tuple[Case, float]] = stored()[part * EVERY // 4 :: EVERY]
+    some: list[tuple[Case, float]] = stored()[part * EVERY // NUM_PARTS :: EVERY]
     gaps = [gap(case, best_s) for case, best_s in some]
     assert statistics.mean(max(value, 0.0) for value in gaps) <= 0.02
     assert max(gaps) <= 0.08
