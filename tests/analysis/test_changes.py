@@ -86,6 +86,7 @@ def test_a_slow_link_is_what_binds() -> None:
     assert found[0].change.limit == "links"
 
 
+@pytest.mark.slow
 def test_short_memory_is_named_with_the_fullest_device() -> None:
     _, found, _ = planned(cluster(memory_bytes=100_000_000))
     assert {effect.change.what for effect in found if effect.change.limit == "memory"} >= {"25% more memory on every device"}

@@ -127,7 +127,7 @@ def trainer(
     )
 
 
-@pytest.mark.parametrize("kind", slow_unless({"loader-of-workers", "stateful-loader", "ray-data"}, list(KINDS)))
+@pytest.mark.parametrize("kind", slow_unless({"loader-of-workers", "ray-data"}, list(KINDS)))
 def test_a_run_goes_on_in_the_middle_of_an_epoch_at_another_number_of_stages_with_the_same_rows(kind: str, tmp_path: Path) -> None:
     # A loader with a generator of its own draws its seed when it is made: the reader, which is seeded, makes it.
     straight, first, again = (KINDS[kind] if kind == "stateful-loader" else KINDS[kind]() for _ in range(3))

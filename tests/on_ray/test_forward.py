@@ -66,7 +66,7 @@ def seven_rows() -> torch.Tensor:
 
 @pytest.mark.parametrize(
     ("schedule", "replicas"),
-    [pytest.param("1f1b", 1, marks=pytest.mark.slow), ("1f1b", 2), ("amdp", 1)],
+    [pytest.param("1f1b", 1, marks=pytest.mark.slow), pytest.param("1f1b", 2, marks=pytest.mark.slow), ("amdp", 1)],
     ids=["chain", "shared-rows", "two-pipelines"],
 )
 def test_outputs_between_windows_are_those_of_the_checkpoint(schedule: str, replicas: int, tmp_path: Path) -> None:

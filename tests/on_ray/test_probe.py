@@ -58,6 +58,7 @@ def test_all_slots_are_described_though_a_few_measure(local_ray: None, capsys: p
     assert actors() == []
 
 
+@pytest.mark.slow
 def test_a_budget_that_is_too_small_is_refused_and_leaves_nothing(local_ray: None, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["probe", "--budget-bytes", "1000"]) == 2
     assert "a budget of 1 kB is too small: 3 directed links take at least" in capsys.readouterr().err

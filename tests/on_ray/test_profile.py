@@ -18,6 +18,7 @@ from raypipe.config import ClusterConfig, DataConfig, ModelConfig, ScalingConfig
 from raypipe.data.prepare import prepare
 from raypipe.errors import ConfigError, PlanError
 from raypipe.profiling.profiler import DeviceKind, profile_model
+from tests.marks import slow_unless
 from tests.on_ray.actor_pool import POOLED
 from tests.on_ray.conftest import NUM_CPUS
 
@@ -110,7 +111,7 @@ def test_layers_are_measured_on_a_device_of_the_cluster() -> None:
 
 
 @pytest.mark.usefixtures("local_ray")
-@pytest.mark.parametrize("kind", ["table", "stream"])
+@pytest.mark.parametrize("kind", slow_unless({"stream"}, ["table", "stream"]))
 def test_layers_are_measured_on_rows_of_a_function(kind: str, tmp_path: Path) -> None:
     (tmp_path / "own_rows.py").write_text(
         "import torch\n\n\ndef table(number):\n    return [{'inputs': torch.zeros(16), 'targets': torch.zeros(16)}] * number\n\n\n"

@@ -155,6 +155,7 @@ def wait_for(holds: Callable[[], bool]) -> None:
         time.sleep(0.01)
 
 
+@pytest.mark.slow
 def test_spare_processes_end_with_a_run_that_fails(tmp_path: Path, watched: Watched) -> None:
     before = living()
     faults = FaultScript().fail_at(device=1, before="1F3", kind=FaultKind.KILL, window=1, repeats=True)

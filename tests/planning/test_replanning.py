@@ -145,6 +145,7 @@ def best_s(topology: ClusterTopology) -> float:
     return solve(LayoutEvaluator(problem(topology))).update_s
 
 
+@pytest.mark.slow
 def test_a_thousand_windows_of_noise_are_no_reason_to_switch() -> None:
     run = Run(begun())
     for _ in range(1000):
