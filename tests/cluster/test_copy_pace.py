@@ -2,24 +2,33 @@
 
 from __future__ import annotations
 
+from itertools import count
+
 import pytest
 
 from raypipe.cluster.copy_pace import CopyPace
 
 
-def paced(share: float = 0.05, *, alone_s: float, beside_s: float, wait_s: float = 0.0, num_updates: int = 4) -> CopyPace:
-    """After a first window, six windows that take turns, and a copy."""
+def paced(share: float = 0.05, *, alone_s: float, beside_s: float, wait_s: float = 0.0, drift_s: float = 0.0) -> CopyPace:
+    """After a first window, eight windows of four updates that take turns, each by `drift_s` longer than the last."""
     pace = CopyPace(share)
     pace.window(100.0, num_updates=1, is_beside=True)
-    for _ in range(3):
+    drift = (drift_s * number for number in count())
+    for _ in range(4):
         pace.waited(wait_s)
-        pace.window(beside_s * num_updates, num_updates=num_updates, is_beside=True)
-        pace.window(alone_s * num_updates, num_updates=num_updates, is_beside=False)
+        for seconds, is_beside in ((beside_s, True), (alone_s, False)):
+            pace.window(4 * (seconds + next(drift)), num_updates=4, is_beside=is_beside)
     return pace
 
 
 def test_a_copy_costs_the_wait_and_what_windows_take_longer_beside_it() -> None:
     assert paced(alone_s=0.1, beside_s=0.13, wait_s=0.02).cost_s == pytest.approx(0.02 + 4 * 0.03)
+
+
+@pytest.mark.parametrize("drift_s", [-0.02, 0.02])
+def test_a_machine_that_becomes_busier_or_less_busy_is_no_cost(drift_s: float) -> None:
+    assert paced(alone_s=0.5, beside_s=0.5, drift_s=drift_s).cost_s <= 4 * 0.02
+    assert paced(alone_s=0.5, beside_s=0.6, drift_s=drift_s).cost_s == pytest.approx(4 * 0.1, abs=4 * 0.02 + 1e-9)
 
 
 def test_windows_that_are_quicker_beside_copies_do_not_make_up_for_the_wait() -> None:
@@ -41,16 +50,28 @@ def test_the_next_copy_is_due_once_the_last_one_is_within_the_share(share: float
     assert pace.is_due(seconds=1.01 * 0.12 / share, was_beside=False)
 
 
-def test_until_both_are_known_a_window_beside_a_copy_is_followed_by_one_without() -> None:
+def test_until_enough_are_compared_a_window_beside_a_copy_is_followed_by_one_without() -> None:
     pace = CopyPace(0.05)
     assert pace.is_due(seconds=10.0, was_beside=False)
-    for _ in range(3):
+    for _ in range(4):
         pace.waited(0.01)
         pace.window(1.0, num_updates=2, is_beside=True)
         assert not pace.is_due(seconds=10.0, was_beside=True)
         pace.window(1.0, num_updates=2, is_beside=False)
         assert pace.is_due(seconds=10.0, was_beside=False)
     assert pace.is_due(seconds=10.0, was_beside=True)
+
+
+def test_windows_without_copies_are_looked_at_now_and_then() -> None:
+    pace = paced(alone_s=0.1, beside_s=0.1)
+    due = []
+    for _ in range(9):
+        pace.waited(0.0)
+        pace.window(0.1, num_updates=1, is_beside=True)
+        due.append(pace.is_due(seconds=1.0, was_beside=True))
+    assert due == [True] * 7 + [False] * 2
+    pace.window(0.1, num_updates=1, is_beside=False)
+    assert pace.is_due(seconds=1.0, was_beside=False)
 
 
 def test_another_plan_has_other_windows() -> None:
