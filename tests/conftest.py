@@ -24,7 +24,7 @@ settings.load_profile("raypipe")
 # it is imported, also in the processes that tests start; calling torch here would load it for the tests of the pure half.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-# No test starts a Ray unawares: a question to Ray from a process that is no part of it would.
+# Ray's calls start a cluster where none is connected; in tests they raise instead.
 os.environ.setdefault("RAY_ENABLE_AUTO_CONNECT", "0")
 
 

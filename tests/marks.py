@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Collection, Hashable, Mapping, Sequence
 from enum import Enum
+from itertools import combinations
 from typing import Any
 
 import pytest
@@ -22,36 +23,40 @@ def slow_unless(kept: Collection[Any], cases: Sequence[Any]) -> list[Any]:
 
 
 def covering(cases: Sequence[Mapping[str, Hashable]]) -> set[int]:
-    """Return positions of a few cases that have each value of each parameter, in combinations as different as can be.
+    """Return positions of a few cases that have each value of each parameter.
 
-    The next case is always one with most values that none has yet, of these the one whose values few have: of seven sizes and two
-    ways to run, the sizes take turns with the ways.
+    The next case is always one with most values that none has yet; of these, the one whose values few have, then the one whose pairs of
+    values few have. So of seven sizes and two ways to run, the sizes take turns with the ways.
     """
-    used: Counter[tuple[str, Hashable]] = Counter()
+    used: Counter[object] = Counter()
     left = list(range(len(cases)))
     chosen: set[int] = set()
     while left:
-        best = min(left, key=lambda position: (-sum(not used[value] for value in cases[position].items()), _uses(used, cases[position])))
+        best = min(left, key=lambda position: _rank(used, cases[position]))
         if all(used[value] for value in cases[best].items()):
             break
         used.update(cases[best].items())
+        used.update(combinations(sorted(cases[best].items(), key=_name), 2))
         chosen.add(best)
         left.remove(best)
     return chosen
 
 
-def _uses(used: Counter[tuple[str, Hashable]], case: Mapping[str, Hashable]) -> int:
-    return sum(used[value] for value in case.items())
+def _rank(used: Counter[object], case: Mapping[str, Hashable]) -> tuple[int, int, int]:
+    values = sorted(case.items(), key=_name)
+    unseen = sum(not used[value] for value in values)
+    return -unseen, sum(used[value] for value in values), sum(used[pair] for pair in combinations(values, 2))
 
 
-def _values(item: Any) -> dict[str, Hashable]:
-    """The values that a test is called with. All its cases have the same objects: what is neither text nor number counts by identity."""
-    values = item.callspec.params.items()
-    return {name: value if isinstance(value, str | int | float | Enum) else id(value) for name, value in values}
+def _name(value: tuple[str, Hashable]) -> str:
+    return value[0]
 
 
 def mark_slow_combinations(items: Sequence[pytest.Item]) -> None:
-    """Mark the combinations that CI leaves out. Cases that are slow already stand for no value."""
+    """Mark the combinations that CI leaves out. Cases that are slow already stand for no value.
+
+    Which cases those are depends on what was collected, and on its order alone.
+    """
     cases = defaultdict(list)
     for item in items:
         if item.get_closest_marker(COMBINED) and not item.get_closest_marker("slow"):
@@ -61,3 +66,16 @@ def mark_slow_combinations(items: Sequence[pytest.Item]) -> None:
         for position, item in enumerate(of_test):
             if position not in kept:
                 item.add_marker(pytest.mark.slow)
+
+
+def _values(item: Any) -> dict[str, Hashable]:
+    """What a test is called with: the values of each `parametrize` are one, as they were written together.
+
+    All cases of a test have the same objects: what is neither text nor number counts by identity.
+    """
+    given = {name: value if isinstance(value, str | int | float | Enum) else id(value) for name, value in item.callspec.params.items()}
+    found: dict[str, Hashable] = {}
+    for mark in item.iter_markers("parametrize"):
+        names = mark.args[0].replace(",", " ").split() if isinstance(mark.args[0], str) else mark.args[0]
+        found[" ".join(names)] = tuple(given[name] for name in names)
+    return found

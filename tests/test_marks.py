@@ -19,6 +19,12 @@ def test_each_value_occurs_in_no_more_cases_than_the_longest_parameter_has_value
     assert len(chosen) == max(sizes)
 
 
+def test_two_parameters_do_not_keep_step_where_a_third_needs_more_cases() -> None:
+    cases = [dict(zip(("order", "again", "published"), values, strict=True)) for values in product(range(8), (0, 1), (0, 1))]
+    chosen = [cases[position] for position in covering(cases)]
+    assert Counter((case["again"], case["published"]) for case in chosen) == dict.fromkeys(product((0, 1), (0, 1)), 2)
+
+
 def test_values_take_turns() -> None:
     cases = [{"size": size, "way": way} for size, way in product(range(6), "ab")]
     ways = Counter(cases[position]["way"] for position in covering(cases))

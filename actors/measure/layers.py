@@ -361,7 +361,7 @@ _LOADED_BY = threading.current_thread()
 
 
 def start_profiler() -> None:
-    """Start torch's profiler once in the thread that loaded torch; its first start elsewhere, which writes to stderr, is left out."""
+    """Start torch's profiler once, unless a thread calls that did not load this module: there the first start writes to stderr."""
     if threading.current_thread() is not _LOADED_BY:
         return
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # keeps it from writing a line at every start

@@ -7,16 +7,16 @@ from collections import deque
 
 _NUM_NEWEST = 8
 _NUM_NEEDED = 6
-_MOST_BESIDE = 8  # windows in a row
+_MOST_WINDOWS_BESIDE = 8  # in a row
 
 
 class CopyPace:
     """Learns what a copy costs, and says when the next one is due.
 
-    A copy costs the wait for it, and what windows take longer while nodes fetch it: that takes processor time and links. A window beside
-    a copy is compared with the ones before and behind it that are not, by the seconds of an update: neighbors, since machines are busier
-    at one time than at another. Until enough are compared, a window behind a copy is followed by one without; afterwards one in nine at
-    least is without.
+    A copy costs the wait for it, and what windows take longer beside it: fetching takes processor time and links. A window is beside a
+    copy if nodes still fetch that when the window begins. It is compared with the windows before and behind it that are not, by the
+    seconds of an update: neighbors, since machines are busier at one time than at another. Until enough are compared, a window beside a
+    copy is followed by one without; afterwards one in nine at least is without.
     """
 
     def __init__(self, share: float) -> None:
@@ -26,25 +26,37 @@ class CopyPace:
 
     def begin_anew(self) -> None:
         """Forget what windows took: the next ones are of another plan, and the first of them warms up."""
-        self._longer_s: deque[float] = deque(maxlen=_NUM_NEWEST)  # an update of a window beside a copy than one of its neighbor
-        self._last: tuple[float, bool] | None = None
+        self._extra_update_s: deque[float] = deque(maxlen=_NUM_NEWEST)  # of windows beside a copy, over neighbors without
+        self._last: tuple[float, bool] | None = None  # seconds of an update, and whether beside a copy, of the last window that counts
         self._is_first = True
-        self._updates_beside = 0  # a copy
+        self._most_updates = 0  # of a window
+        self._updates_beside = 0  # the newest copy
         self._windows_beside = 0  # copies, in a row
 
-    def waited(self, seconds: float) -> None:
+    def note_wait(self, seconds: float) -> None:
         """Note that the run has waited for a copy, which is fetched from now on."""
         self._waits_s.append(seconds)
         self._updates_beside = 0
 
-    def window(self, seconds: float, *, num_updates: int, is_beside: bool) -> None:
-        """Note what a window took, and if nodes fetched a copy when it began."""
-        self._windows_beside = self._windows_beside + 1 if is_beside else 0
+    def note_end_of_hopeless_fetch(self) -> None:
+        """Note that the newest copy is fetched no longer, though it is not there: the next one must not wait."""
+        self._updates_beside = self._windows_beside = 0
+        self._last = None
+
+    def note_window(self, seconds: float, *, num_updates: int, is_beside: bool) -> None:
+        """Note what a window took. Fewer updates than usual are not compared: each has a larger part of filling and draining."""
         if is_beside:
             self._updates_beside += num_updates
+        if num_updates < self._most_updates:
+            return
+        if num_updates > self._most_updates:
+            self._extra_update_s.clear()
+            self._last = None
+        self._most_updates = num_updates
+        self._windows_beside = self._windows_beside + 1 if is_beside else 0
         update_s = seconds / num_updates
         if self._last is not None and self._last[1] is not is_beside:
-            self._longer_s.append((update_s - self._last[0]) * (1 if is_beside else -1))
+            self._extra_update_s.append((update_s - self._last[0]) * (1 if is_beside else -1))
         self._last = None if self._is_first else (update_s, is_beside)
         self._is_first = False
 
@@ -52,13 +64,14 @@ class CopyPace:
     def cost_s(self) -> float:
         """Seconds that a copy takes from the run, as far as that is known."""
         wait_s = statistics.median(self._waits_s) if self._waits_s else 0.0
-        if len(self._longer_s) < _NUM_NEEDED:
+        if len(self._extra_update_s) < _NUM_NEEDED:
             return wait_s
-        return wait_s + max(statistics.median(self._longer_s), 0.0) * self._updates_beside
+        return wait_s + max(statistics.median(self._extra_update_s), 0.0) * self._updates_beside
 
-    def is_due(self, *, seconds: float, was_beside: bool) -> bool:
-        """Tell if the next copy is due, so many seconds after the last one; `was_beside` is of the window that has just ended."""
+    def is_due(self, seconds: float) -> bool:
+        """Tell whether the next copy is due, so many seconds after the last one."""
         if self._share >= 1:
             return True
-        must_compare = was_beside and (len(self._longer_s) < _NUM_NEEDED or self._windows_beside >= _MOST_BESIDE)
+        must_compare = self._last is not None and self._last[1]
+        must_compare &= len(self._extra_update_s) < _NUM_NEEDED or self._windows_beside >= _MOST_WINDOWS_BESIDE
         return not must_compare and seconds >= self.cost_s / self._share

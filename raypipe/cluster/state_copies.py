@@ -37,7 +37,7 @@ class StateCopies:
 
     def __init__(self, actors: StageActors, *, share: float) -> None:
         self._actors = actors
-        self.pace = CopyPace(share)
+        self._pace = CopyPace(share)
         self._kept: list[StateCopy] = []  # from old to new; of the last, nodes may still fetch their parts
         self._fetching: dict[Any, tuple[str, str]] = {}  # calls, not answered yet; node of the layers, and the node that is to keep a copy
         self._apart: set[tuple[str, str]] = set()  # nodes of which the second could not fetch copies from the first
@@ -46,17 +46,21 @@ class StateCopies:
         self._holding: dict[int, int] = {}  # by the number of its slot, the newest update of which an actor keeps other nodes' layers
         self._usual_s = float("inf")  # for a node to fetch copies
         self._taken_at_s = -float("inf")
-        self._is_beside = False  # the window that runs now, or the last one: nodes fetched copies when it began
+        self._is_beside = False  # the newest window, beside a copy
         self.cut_links: Collection[frozenset[str]] = ()  # ids of nodes that do not reach each other
+
+    def begin_anew(self) -> None:
+        """Learn anew what copies cost: the next windows are of another plan, or of devices that have just met."""
+        self._pace.begin_anew()
+        self._is_beside = False
 
     def after_window(self, update: int, *, seconds: float, num_updates: int) -> bool:
         """Copy the state behind a window, unless the last copies are still on their way or copies would take too much of the run's time.
 
-        The window had so many updates and took so many seconds. Tell if there are new copies.
+        The window had so many updates and took so many seconds. Return whether there are new copies.
         """
-        self.pace.window(seconds, num_updates=num_updates, is_beside=self._is_beside)
-        is_due = self.pace.is_due(seconds=time.monotonic() - self._taken_at_s, was_beside=self._is_beside)
-        is_taken = not self._is_fetching() and is_due
+        self._pace.note_window(seconds, num_updates=num_updates, is_beside=self._is_beside)
+        is_taken = not self._is_fetching() and self._pace.is_due(time.monotonic() - self._taken_at_s)
         if is_taken:
             self._take(update)
         self._is_beside = bool(self._fetching)
@@ -75,7 +79,7 @@ class StateCopies:
             self._fetching[call] = (members[device].slot.node.node_id, members[keeper].slot.node.node_id)
         self._drop_elsewhere({self._actors.devices[keeper] for keeper in keepers.values()}, update=update, oldest=oldest)
         self._taken_at_s = time.monotonic()
-        self.pace.waited(self._taken_at_s - since_s)
+        self._pace.note_wait(self._taken_at_s - since_s)
 
     def _drop_elsewhere(self, keeping: Collection[int], *, update: int, oldest: int) -> None:
         """Let actors that keep no new copies drop their old ones; those that keep new ones do so by themselves."""
@@ -116,6 +120,7 @@ class StateCopies:
     def _give_up(self) -> None:
         self._fetching = {}
         self._kept = self._kept[:1]
+        self._pace.note_end_of_hopeless_fetch()
 
     def _keepers(self) -> dict[int, int]:
         """Return the device that keeps the layers of each other device: the next one on another node that could fetch copies from it."""

@@ -360,7 +360,7 @@ class Fit:
         self._begin_adaptation()
 
     def _warm_up(self) -> None:
-        self.recovery.copies.pace.begin_anew()
+        self.recovery.copies.begin_anew()
         if isinstance(self.strategy, AdaptiveStrategy):
             self.strategy.begin_anew()
 
@@ -474,7 +474,10 @@ class Fit:
         self.is_between = False  # stages may move
         self.sums.after_window(update=done)
         if self.adaptation is not None:
+            before = self.strategy.plan
             self.adaptation.after_window(result, update=done, updates_left=self.config.run.num_updates - done)
+            if self.strategy.plan is not before:
+                self.recovery.copies.begin_anew()
 
     def _evaluate(self, update: int) -> None:
         if update == self.first_update:

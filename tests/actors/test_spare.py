@@ -139,7 +139,7 @@ def test_modules_are_loaded_at_the_lowest_priority_and_no_thread_computes_at_it(
     environment = os.environ | {"PYTHONPATH": str(tmp_path)}
     ended = subprocess.run([sys.executable, "-c", IN_PROCESS], input=sent, env=environment, capture_output=True, check=True, timeout=60.0)
     found = json.loads(ended.stdout)
-    assert ended.stderr == b""
+    assert b"init callback" not in ended.stderr  # of the profiler, started in another thread than torch was loaded in
     assert found["early"] == []
     assert found["module"] == os.SCHED_BATCH
     assert found["late"] == []

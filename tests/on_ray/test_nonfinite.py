@@ -97,7 +97,6 @@ def test_asynchronous_stages_leave_out_the_same_updates(tmp_path: Path, schedule
     assert [number for number, loss in enumerate(found.losses) if not math.isfinite(loss)] == [4]
 
 
-@pytest.mark.slow
 @pytest.mark.usefixtures("shared_actors")
 def test_three_bad_updates_in_a_row_end_the_run_unless_all_are_to_be_skipped(tmp_path: Path) -> None:
     bad = Rows(bad=(3, 4, 5))

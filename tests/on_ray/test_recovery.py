@@ -178,11 +178,14 @@ def test_a_stage_that_fails_twice_at_the_same_place_ends_the_run(tmp_path: Path)
     assert len(failures(str(tmp_path / "test"))) == 1
 
 
-@pytest.mark.slow
-def test_more_failures_in_a_row_than_allowed_end_the_run_and_progress_counts_anew(tmp_path: Path, calm: Result) -> None:
+def test_more_failures_in_a_row_than_allowed_end_the_run(tmp_path: Path) -> None:
     again = FaultScript().fail_at(device=1, before="1F3", kind=FaultKind.KILL, window=1, repeats=True)
     with pytest.raises(StageFailedError, match="process died"):
-        trainer(tmp_path / "again", faults=again, max_failures=1).fit()
+        trainer(tmp_path, faults=again, max_failures=1).fit()
+
+
+@pytest.mark.slow
+def test_failures_are_counted_anew_after_progress(tmp_path: Path, calm: Result) -> None:
     faults = FaultScript()
     for window in (1, 3):
         faults = faults.fail_at(device=0, before="0B1", kind=FaultKind.KILL, window=window)

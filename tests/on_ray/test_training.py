@@ -380,7 +380,6 @@ def test_an_op_that_raises_is_named_with_its_stage(tmp_path: Path) -> None:
         trainer(tmp_path, devices=2, faults=faults).fit()
 
 
-@pytest.mark.slow
 def test_a_stage_that_hangs_is_named_and_not_the_neighbors_that_wait_for_it(tmp_path: Path) -> None:
     faults = FaultScript().fail_at(device=1, before="1B2", kind=FaultKind.HANG, hang_s=100.0)
     with pytest.raises(StageFailedError, match=r"stage 1 .*1B2.* still at it .*within 3 s.*message_timeout_s") as caught:

@@ -17,7 +17,6 @@ from tests.processes.process_ends import Make
 from tests.processes.transport_contract import gradients, together
 
 
-@pytest.mark.combined
 @pytest.mark.parametrize(("name", "num_pipelines", "copies"), COPIES)
 def test_rows_give_the_bits_of_whole_gradients(make: Make, name: str, num_pipelines: int, copies: int) -> None:
     rows, whole = (

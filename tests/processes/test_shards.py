@@ -38,7 +38,6 @@ def beside(make: Make, prefix: str, name: str, num_pipelines: int, copies: int, 
     return divided
 
 
-@pytest.mark.combined
 @pytest.mark.parametrize(("name", "num_pipelines", "copies"), COPIES)
 def test_copies_that_divide_the_optimizer_have_the_same_weights(make: Make, name: str, num_pipelines: int, copies: int) -> None:
     run = beside(make, f"{name}-{copies}", name, num_pipelines, copies)

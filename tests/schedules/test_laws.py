@@ -34,7 +34,7 @@ SIZE_FIELDS = ("num_devices", "num_microbatches", "num_updates", "num_chunks")
 SYNCHRONOUS = pytest.mark.parametrize(
     "spec", [pytest.param(spec, id=spec.name) for spec in catalogue.SPECS if spec.weight_rule is WeightRule.FLUSH]
 )
-DEVICES = pytest.mark.parametrize("num_devices", slow_unless({1, 2, 3, 4}, range(1, 9)))
+DEVICES = pytest.mark.parametrize("num_devices", slow_unless({1, 2, 3, 4, 6}, range(1, 9)))
 
 
 def all_sizes(spec: ScheduleSpec, num_devices: int) -> Iterator[ScheduleRequest]:
@@ -206,9 +206,8 @@ def test_every_update_has_the_same_order(spec: ScheduleSpec, num_devices: int) -
             assert one_update(schedule, update) == one_update(schedule, 0)
 
 
-@pytest.mark.combined
 @SPECS
-@DEVICES
+@pytest.mark.parametrize("num_devices", slow_unless({4}, range(1, 9)))
 @pytest.mark.parametrize("scope", [UpdateScope.GLOBAL, UpdateScope.STAGE])
 def test_lowered_programs_run_to_the_end_however_devices_interleave(spec: ScheduleSpec, num_devices: int, scope: UpdateScope) -> None:
     for size in all_sizes(spec, num_devices):

@@ -36,7 +36,6 @@ def same(tokens: Tensor) -> Tensor:
     return tokens
 
 
-@pytest.mark.combined
 @pytest.mark.parametrize(("name", "num_pipelines", "copies"), COPIES)
 def test_rows_give_the_bits_of_whole_gradients_and_send_less(name: str, num_pipelines: int, copies: int) -> None:
     model = table_gpt()
