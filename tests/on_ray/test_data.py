@@ -127,7 +127,7 @@ def trainer(
     )
 
 
-@pytest.mark.parametrize("kind", slow_unless({"loader-of-workers", "ray-data"}, list(KINDS)))
+@pytest.mark.parametrize("kind", slow_unless({"ray-data"}, list(KINDS)))
 def test_a_run_goes_on_in_the_middle_of_an_epoch_at_another_number_of_stages_with_the_same_rows(kind: str, tmp_path: Path) -> None:
     # A loader with a generator of its own draws its seed when it is made: the reader, which is seeded, makes it.
     straight, first, again = (KINDS[kind] if kind == "stateful-loader" else KINDS[kind]() for _ in range(3))
@@ -146,6 +146,7 @@ def test_a_lost_reader_starts_again_and_changes_no_row(tmp_path: Path) -> None:
     assert (tmp_path / "once").exists()
 
 
+@pytest.mark.slow
 def test_a_lost_reader_goes_on_from_the_newest_saved_position(tmp_path: Path) -> None:
     calm = trainer(tmp_path / "calm", Stream()).fit()
     config = dataclasses.replace(trainer(tmp_path / "struck", Stream()).config.run, checkpoint_every=3)

@@ -39,6 +39,7 @@ def texts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_a_cnn_learns_from_the_shapes_that_its_script_draws(texts: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run_script(monkeypatch, "shapes.py", "data/shapes.parquet", "--num-images", "400")
     config = TrainConfig.load(

@@ -134,6 +134,7 @@ def small_trainer(storage: Path, callback: Callback) -> Trainer:
     )
 
 
+@pytest.mark.slow
 def test_rows_of_another_dtype_cost_the_callback_and_not_the_run(tmp_path: Path) -> None:
     result = small_trainer(tmp_path, Mistaken(dtype=torch.float32)).fit()
     assert len(result.losses) == 6

@@ -50,6 +50,7 @@ def test_one_node_is_described_and_measured(local_ray: None, tmp_path: Path, cap
     assert actors() == []
 
 
+@pytest.mark.slow
 def test_all_slots_are_described_though_a_few_measure(local_ray: None, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["probe", "--budget-s", "10"]) == 0
     out = capsys.readouterr().out

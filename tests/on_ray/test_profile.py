@@ -130,6 +130,7 @@ def test_layers_are_measured_on_rows_of_a_function(kind: str, tmp_path: Path) ->
     assert actors_left() == []
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("local_ray")
 def test_each_kind_of_device_has_its_times() -> None:
     import ray
