@@ -11,7 +11,7 @@ _MOST_WINDOWS_BESIDE = 8  # in a row
 
 
 class CopyPace:
-    """Learns what a copy costs, and says when the next one is due.
+    """Learns what a copy costs, and says when the next one is due; CheckFreq (Mohan et al., FAST 2021) sets intervals by such a limit.
 
     A copy costs the wait for it, and what windows take longer beside it: fetching takes processor time and links. A window is beside a
     copy if nodes still fetch that when the window begins. It is compared with the windows before and behind it that are not, by the

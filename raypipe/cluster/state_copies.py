@@ -145,3 +145,4 @@ class StateCopies:
     def drop_after(self, update: int) -> None:
         """Forget the copies of states behind a later update, which a run that goes on will reach again."""
         self._kept = [copy for copy in self._kept if copy.update <= update]
+        self._is_beside = False  # the window that copies were fetched beside is not told of, and is run again

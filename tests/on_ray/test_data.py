@@ -146,7 +146,6 @@ def test_a_lost_reader_starts_again_and_changes_no_row(tmp_path: Path) -> None:
     assert (tmp_path / "once").exists()
 
 
-@pytest.mark.slow
 def test_a_lost_reader_goes_on_from_the_newest_saved_position(tmp_path: Path) -> None:
     calm = trainer(tmp_path / "calm", Stream()).fit()
     config = dataclasses.replace(trainer(tmp_path / "struck", Stream()).config.run, checkpoint_every=3)
