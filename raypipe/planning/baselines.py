@@ -149,10 +149,15 @@ class _PipeDreamLevel:
         self.single_s[:, np.tril(np.ones((self.size, self.size), dtype=bool))] = math.inf
         self.single_s[counts[:, 0, 0] > uniform.problem.microbatch_size] = math.inf
         self.transfer_s = 2 * output_bytes[None, :] / bandwidth / counts[:, 0]
-        self._rows = {first: self._solve(first) for first in range(self.size - 1)}
-        self.best_s = np.full((self.size, self.size), math.inf)
-        for first, (best, _) in self._rows.items():
-            self.best_s[first] = best[num_devices - 1]
+        self._row = lru_cache(maxsize=None)(self._solve)
+
+    @property
+    def best_s(self) -> Floats:
+        """Seconds of the busiest stage by [first layer, end]."""
+        best_s = np.full((self.size, self.size), math.inf)
+        for first in range(self.size - 1):
+            best_s[first] = self._row(first)[0][-1]
+        return best_s
 
     def _solve(self, first: int) -> tuple[Floats, dict[tuple[int, int], tuple[int, int]]]:
         """Return best[m - 1, end] for the layers from `first` on, and the last split (position, devices behind it)."""
@@ -172,7 +177,7 @@ class _PipeDreamLevel:
         return best, splits
 
     def stages(self, first: int, end: int) -> list[tuple[int, int, int]]:
-        _, splits = self._rows[first]
+        _, splits = self._row(first)
         stages: list[tuple[int, int, int]] = []
         count = self.num_devices
         while split := splits.get((count, end)):

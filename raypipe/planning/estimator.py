@@ -14,7 +14,6 @@ from functools import cached_property, partial, reduce
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from raypipe import stopping
 from raypipe.communication.buckets import num_buckets
@@ -28,6 +27,7 @@ _MANY_DEVICES = 64  # With more devices, arrays are faster than loops.
 _STAGE_WORK_S = 40e-6  # Of an estimate, for each stage.
 _CHANNEL_WORK_S = 16e-6  # Of a channel, for each device.
 _RUNS_WORK_S = 25e-9  # Of what all runs of layers take on a worker, for each run.
+_EXACT = 1 + 1e-12
 
 
 class Channel(NamedTuple):
@@ -64,18 +64,19 @@ class RunBytes(NamedTuple):
     working: Floats
     vectors: Floats
 
-    def fit(self, demands: Sequence[tuple[float, float]], held: int, *, recomputed: bool, copied: bool) -> NDArray[np.bool_]:
-        """Return what fits on devices with these `Problem.demands` and `held` activations in flight."""
-        needed = (self.inputs if recomputed else self.saved) * (held - 1)
-        needed += self.working
-        fit: NDArray[np.bool_] = np.ones(needed.shape, dtype=bool)
+    def most_in_flight(self, demands: Sequence[tuple[float, float]], *, recomputed: bool, copied: bool) -> Floats:
+        """Return the most activations in flight with which runs fit on devices with these `Problem.demands`; 0 or less for none."""
+        kept = self.inputs if recomputed else self.saved
+        room = np.full(kept.shape, math.inf)  # for the activations of a whole microbatch
         for share, limit in demands:
-            most = needed * share
+            left = limit - self.standing
             if copied:
-                np.maximum(most, self.vectors, out=most)
-            most += self.standing
-            fit &= most <= limit
-        return fit
+                left = np.where(self.vectors <= left, left, -math.inf)
+            np.minimum(room, left / share, out=room)
+        room -= self.working
+        with np.errstate(divide="ignore", invalid="ignore"):
+            most: Floats = np.floor(room / kept * _EXACT) + 1
+        return np.where(room < 0, 0.0, np.where(kept > 0, most, math.inf))
 
 
 @dataclass
@@ -198,9 +199,9 @@ class Estimator:
         once_s = seconds[0] + seconds[1]
         if held is None or not self._memory_is_limited:
             return once_s
-        fit = partial(self.run_bytes.fit, self.problem.demands(group), held, copied=len(group) > 1)
-        twice_s = np.where(fit(recomputed=True), once_s + seconds[0], np.inf) if self.problem.recompute else np.inf
-        return np.where(fit(recomputed=False), once_s, twice_s)
+        most = partial(self.run_bytes.most_in_flight, self.problem.demands(group), copied=len(group) > 1)
+        twice_s = np.where(held <= most(recomputed=True), once_s + seconds[0], np.inf) if self.problem.recompute else np.inf
+        return np.where(held <= most(recomputed=False), once_s, twice_s)
 
     def missing_bytes(self, layout: Layout) -> float:
         """Return the bytes that the fullest device lacks, for one stage per worker."""

@@ -57,7 +57,7 @@ class Partition:
     half_duplex: bool = False
     most_units: int = MOST_UNITS
     most_positions: int = MOST_POSITIONS
-    _fitting: dict[tuple[int, int, bool], NDArray[np.bool_]] = field(default_factory=dict, repr=False)
+    _rooms: dict[tuple[int, bool], NDArray[np.float32]] = field(default_factory=dict, repr=False)
 
     @cached_property
     def borders(self) -> tuple[int, ...]:
@@ -198,17 +198,17 @@ class Partition:
         chosen = np.ix_(self.positions, self.positions)
         return RunBytes(*(num_bytes[chosen] for num_bytes in self.estimator.run_bytes))
 
-    def _fits(self, i: int, held: int, *, recomputed: bool) -> NDArray[np.bool_]:
-        """Return what fits on the units i..j-1 with `held` activations in flight, by [j - i - 1, first layer, end]."""
-        if (i, held, recomputed) not in self._fitting:
+    def _most_in_flight(self, i: int, *, recomputed: bool) -> NDArray[np.float32]:
+        """Return the most activations in flight that fit on the units i..j-1, by [j - i - 1, first layer, end]."""
+        if (i, recomputed) not in self._rooms:
             size = len(self.positions)
-            fits = np.zeros((self.num_units - i, size, size), dtype=bool)
+            most = np.zeros((self.num_units - i, size, size), dtype=np.float32)
             for j in np.flatnonzero(self._possible[i]).tolist():
                 group = self.group(i, j)
                 demands = self.estimator.problem.demands(group)
-                fits[j - i - 1] = self._run_bytes.fit(demands, held, recomputed=recomputed, copied=len(group) > 1)
-            self._fitting[i, held, recomputed] = fits
-        return self._fitting[i, held, recomputed]
+                most[j - i - 1] = self._run_bytes.most_in_flight(demands, recomputed=recomputed, copied=len(group) > 1)
+            self._rooms[i, recomputed] = most
+        return self._rooms[i, recomputed]
 
     def least_bottleneck(self, schedule: str = "1f1b") -> list[Bottleneck]:
         """Return for each number of stages the plan whose busiest stage or channel works least in an update."""
@@ -266,10 +266,10 @@ class Partition:
                 rest[:, -1] = 0.0 if level == 0 else math.inf
                 values = join(stages[i, i + 1 :], rest[:, None, :])
                 if by_level and self.limited:
-                    values = np.where(self._fits(i, held, recomputed=False), values, math.inf)
+                    values = np.where(held <= self._most_in_flight(i, recomputed=False), values, math.inf)
                     if again is not None:
                         twice = join(again[i, i + 1 :], rest[:, None, :])
-                        values = np.where(self._fits(i, held, recomputed=True), np.minimum(values, twice), values)
+                        values = np.where(held <= self._most_in_flight(i, recomputed=True), np.minimum(values, twice), values)
                 cut = values.argmin(axis=2)
                 now.best[i, i + 1 :] = values[rows[:count], starts_at, cut]
                 now.cut[i, i + 1 :] = cut

@@ -36,7 +36,8 @@ _SPLIT_RAMP = 0.4  # Part of the time besides the busiest worker's that remains 
 _ESTIMATE_WORK = 9.0  # Work of the estimate of 8 devices: stages, and devices by eight.
 _SUMMED = 256  # Devices beyond which what changed workers sum takes most of an estimate, in proportion to the devices.
 _LEAST_SIMULATIONS = 6
-_DEVICE_WORK_S = 0.025  # For each device, what tables of pairs, baselines and the bound take besides the search.
+_DEVICE_WORK_S = 0.025  # For each device, what tables of pairs, quick baselines and the bound take besides the search.
+_BASELINE_WORK_S = 0.5  # For each device, what the programs of the other baselines take, of as many devices as have them.
 _LEAST_EFFORT = 0.32  # that work is allowed for: the numbers above bound smaller searches, and parts of one must not starve
 _LEAST_WORK_S = 20.0
 _SIMULATION_WORK = 512.0  # Microbatches x workers of a simulation that counts as one.
@@ -75,12 +76,13 @@ class SearchBudget:
         lengths = short_lengths(problem.num_microbatches, num_workers) or (0, problem.num_microbatches)
         estimate = max((num_stages + num_used / 8) / _ESTIMATE_WORK, 1.0)
         simulation = max(sum(lengths) * num_workers / _SIMULATION_WORK, 1.0)
+        device_work_s = _DEVICE_WORK_S + (_BASELINE_WORK_S if problem.num_devices <= MOST_UNITS else 0.0)
         return cls(
             num_estimates=max(round(cls.num_estimates * effort / estimate / max(num_used / _SUMMED, 1.0)), 1),
             num_simulations=max(round(cls.num_simulations * effort / simulation), _LEAST_SIMULATIONS),
             program_work=cls.program_work * effort,
             num_swaps=max(round(cls.num_swaps * effort / estimate), 1),
-            work_s=max(cls.work_s - _DEVICE_WORK_S * problem.num_devices, _LEAST_WORK_S) * max(effort, _LEAST_EFFORT),
+            work_s=max(cls.work_s - device_work_s * problem.num_devices, _LEAST_WORK_S) * max(effort, _LEAST_EFFORT),
         )
 
 
