@@ -19,6 +19,7 @@ The same faults strike a run that recovers by itself, and one whose workers all 
 that know nothing of the stages: same plan, same driver, same checkpoints (every 20 s of training). That one waits for devices that are
 missing. It takes about twice as long: `--faults-anew K` ends it after the first K faults, beside which stands the other way's goodput
 over these same K. `--kinds` are the faults in order, instead of all kinds at random; `--no-losses` leaves out the run without faults.
+`--modes` names the ways: `recover`, `restart`, and `no-spares`, which recovers without spare processes.
 
 For each way: goodput (updates that stayed, times the seconds of an update that nothing disturbs, over the seconds that passed), what each
 kind of fault took until the next new update, and the difference of the losses from those of a run without faults.
@@ -55,6 +56,7 @@ from tests.multinode.network import NetworkError
 
 LOSSES = {"kill", "stop", "crash"}  # of processes, which every run misses sooner or later
 KINDS = ("kill", "stop", "crash", "cut", "sever", "disk", "driver")
+MODES = ("recover", "no-spares", "restart")
 NUM_NODES = 4
 NUM_UPDATES = 1_000_000  # never reached: the rate depends on it
 SPREAD_S = 4.0  # by which the calm between two faults differs
@@ -340,7 +342,7 @@ def main() -> None:
     parser.add_argument("--faults-anew", type=int, metavar="K", help="end the way that starts anew after so many faults")
     parser.add_argument("--calm", type=float, default=6.0, help="seconds of undisturbed training before each fault, at least")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--modes", nargs="+", default=["recover", "restart"])
+    parser.add_argument("--modes", nargs="+", choices=MODES, default=["recover", "restart"], help="no-spares: without spare processes")
     parser.add_argument("--json", help="file for all values")
     arguments = parser.parse_args()
     kinds = arguments.kinds or [KINDS[number % len(KINDS)] for number in range(arguments.faults - 1)]
@@ -355,7 +357,7 @@ def main() -> None:
         for mode in arguments.modes:
             # Who does not plan anew cannot do without a link.
             last = [] if arguments.kinds else ["link"]
-            struck = [*kinds, *last] if mode == "recover" else kinds[: arguments.faults_anew]
+            struck = kinds[: arguments.faults_anew] if mode == "restart" else [*kinds, *last]
             found[mode] = run_with_faults(mode, folder, tokens, plan, struck, seed=arguments.seed, calm_s=arguments.calm)
         num_updates = max(len(losses) for _, losses in found.values())
         calm = [] if arguments.no_losses else calm_losses(folder, tokens, num_updates=num_updates, plan=plan)[0]

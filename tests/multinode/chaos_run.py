@@ -2,8 +2,9 @@
 
     python -m tests.multinode.chaos_run STORAGE TOKENS NUM_UPDATES MODE [PLAN]
 
-In mode `recover` the run recovers from failures itself. In mode `restart` it does what a framework does that starts all workers anew from
-the last checkpoint, in the same driver and with the same plan; where devices are missing it waits for them.
+In mode `recover` the run recovers from failures itself, in mode `no-spares` without spare processes. In mode `restart` it does what a
+framework does that starts all workers anew from the last checkpoint, in the same driver and with the same plan; where devices are missing
+it waits for them.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ def main() -> None:
         scaling_config=ScalingConfig(num_devices=NUM_DEVICES),
         cluster_config=ClusterConfig(message_timeout_s=8.0, silence_timeout_s=4.0, log_to_driver=False),
         run_config=RunConfig(name="run", storage_path=storage, num_updates=int(num_updates), checkpoint_every_s=CHECKPOINT_EVERY_S),
-        failure_config=FailureConfig(max_failures=10 if mode == "recover" else 0),
+        failure_config=FailureConfig(max_failures=0 if mode == "restart" else 10, spare_processes=mode == "recover"),
         plan=plan[0] if plan else None,
     )
     ray.init(address="auto", log_to_driver=False, logging_level="ERROR")
@@ -62,7 +63,7 @@ def main() -> None:
         try:
             trainer.fit(resume="auto")
         except (RunError, InputError) as error:
-            if mode == "recover" and isinstance(error, RunError):
+            if mode != "restart" and isinstance(error, RunError):
                 raise
             tell(notice=f"started anew after: {error}", at_s=time.time())
             time.sleep(_RETRY_S)
