@@ -60,6 +60,8 @@ def mark_slow_combinations(items: Sequence[pytest.Item]) -> None:
     cases = defaultdict(list)
     for item in items:
         if item.get_closest_marker(COMBINED) and not item.get_closest_marker("slow"):
+            if not hasattr(item, "callspec"):
+                raise pytest.UsageError(f"{item.nodeid} is marked {COMBINED!r} but has no parameters: remove the mark")
             cases[item.nodeid.partition("[")[0]].append(item)
     for of_test in cases.values():
         kept = covering([_values(item) for item in of_test])
