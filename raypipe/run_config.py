@@ -20,7 +20,7 @@ class FailureConfig:
             0 lets every failure end the run, which then keeps no copies of its state.
         copy_share: Largest share of the run's time that copies of its state, which a recovery goes on from, may take once their cost is
             known: the devices wait for them, and windows take longer beside them. Where copies after every window would take more,
-            they are rarer. 1 means after every window.
+            they are rarer, and the longer nothing fails, the rarer they are, down to a tenth of this share. 1 means after every window.
         spare_processes: Whether a process waits on each node to take the place of a lost one, with Python, torch and the model's modules
             loaded. It loads beside the first windows, when a processor is idle, reserves nothing, uses no GPU and takes some 300 MB of
             memory.

@@ -54,13 +54,14 @@ class StateCopies:
         self._pace.begin_anew()
         self._is_beside = False
 
-    def after_window(self, update: int, *, seconds: float, num_updates: int) -> bool:
+    def after_window(self, update: int, *, seconds: float, num_updates: int, failure_every_s: float) -> bool:
         """Copy the state behind a window, unless the last copies are still on their way or copies would take too much of the run's time.
 
         The window had so many updates and took so many seconds. Return whether there are new copies.
         """
         self._pace.note_window(seconds, num_updates=num_updates, is_beside=self._is_beside)
-        is_taken = not self._is_fetching() and self._pace.is_due(time.monotonic() - self._taken_at_s)
+        since_s = time.monotonic() - self._taken_at_s
+        is_taken = not self._is_fetching() and self._pace.is_due(since_s, failure_every_s=failure_every_s)
         if is_taken:
             self._take(update)
         self._is_beside = bool(self._fetching)

@@ -65,6 +65,8 @@ class Recovery:
     checkpoints: Callable[[], Sequence[Checkpoint]]
     adopt: Callable[[Strategy, int, str], None]
     num_failures: int = 0
+    _begin_s: float = field(default_factory=time.monotonic)
+    _num_struck: int = 0  # failures of the whole run
     _failed_after: int = -1  # the most updates that were done when something failed
     _raised: set[tuple[str, str, int]] = field(default_factory=set)
     _unusable: dict[str, float] = field(default_factory=dict)  # nodes on which actors did not start, and when
@@ -84,7 +86,8 @@ class Recovery:
             self.num_failures = 0
             self._raised.clear()
             self._cut_links.trust()
-        if self.copies.after_window(update, seconds=window.wall_s, num_updates=window.num_updates):
+        every_s = self._failure_every_s()
+        if self.copies.after_window(update, seconds=window.wall_s, num_updates=window.num_updates, failure_every_s=every_s):
             self._take_back(update)
         if self.config.spare_processes:
             nodes = {member.slot.node for member in self.coordinator.actors.alive().values()}
@@ -129,7 +132,14 @@ class Recovery:
         self.record.callbacks.recovery(RecoveredFailure(update, source.update, source.text, seconds, text, "a bad update is skipped"))
         return source.update
 
+    def _failure_every_s(self) -> float:
+        """Return the seconds between two failures, had the next one come now; 0 while something is lost, which returns behind a copy."""
+        if self.coordinator.actors.gone or self._cut_links:
+            return 0.0
+        return (time.monotonic() - self._begin_s) / (self._num_struck + 1)
+
     def _count(self, error: RunError, update: int) -> None:
+        self._num_struck += 1
         self.num_failures += 1
         self._failed_after = max(self._failed_after, update)
         if self.num_failures > self.config.max_failures:
