@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import sys
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -27,6 +28,7 @@ from rounds import print_table, write_json
 from raypipe import ClusterConfig, Model, RunConfig, ScalingConfig, ScheduleConfig, Trainer
 from raypipe.analysis.comparison import ComparedFigure
 from raypipe.cluster.session import session
+from raypipe.errors import RaypipeError
 from raypipe.model import Batch
 from raypipe.models.gpt import gpt
 from raypipe.schedules.ir import Schedule
@@ -143,7 +145,7 @@ class Work:
             self.model,
             batches=self.batches,
             schedule_config=schedule if plan is None else ScheduleConfig(updates_per_window=case.num_updates),
-            scaling_config=scaling if plan is None else None,
+            scaling_config=scaling if plan is None else ScalingConfig(gpus_per_device=self.gpu_share or 1.0),
             run_config=RunConfig(name="memory", storage_path=self.folder, num_updates=self.num_windows * case.num_updates),
             plan=plan,
         ).fit()
@@ -205,20 +207,28 @@ def main() -> None:
     )
     batches = RandomTokens(arguments.rows, arguments.vocabulary)
     found: dict[str, list[ComparedFigure]] = {}
+    failed: dict[str, str] = {}
     with (
         session(ClusterConfig(dashboard=False, log_to_driver=False), num_devices=NUM_DEVICES, cpus_per_device=1.0),
         tempfile.TemporaryDirectory() as folder,
     ):
         work = Work(model, batches, arguments.blocks, arguments.windows, folder, gpu_share)
         for name in arguments.cases:
-            found[name] = memory_of(work.result(CASES[name]))
+            try:
+                found[name] = memory_of(work.result(CASES[name]))
+            except RaypipeError as error:  # the others are measured all the same
+                failed[name] = str(error)
+                print(f"{name} failed: {error}", flush=True)
+                continue
             print_table(name, [row(name, found[name])])
+            write_json(arguments.json, found)
     size = f"{arguments.blocks} blocks of {arguments.width}, vocabulary {arguments.vocabulary}"
     print_table(
         f"{size}, {arguments.rows} rows of {NUM_POSITIONS} tokens a microbatch, {NUM_DEVICES} devices",
         [row(name, figures) for name, figures in found.items()],
     )
-    write_json(arguments.json, found)
+    if failed:
+        sys.exit(f"failed: {', '.join(failed)}")
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ import signal
 import tempfile
 import time
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cached_property
@@ -178,8 +178,16 @@ class RaypipeSystem:
         )
         name = f"benchmark-{transport}-{time.time_ns():x}"
         self.coordinator = Coordinator(run=name, slots=find_slots(scaling), stages=work.stages, scaling=scaling, cluster=ClusterConfig())
-        self.coordinator.actors.wait_until_up()
         self.transport = "gloo" if transport is Transport.GLOO else "shm"
+        try:
+            self._build()
+        except BaseException:
+            self.coordinator.close()
+            raise
+
+    def _build(self) -> None:
+        work = self.work
+        self.coordinator.actors.wait_until_up()
         (self.measured,) = self.coordinator.measure(
             work.model, work.batches, optimizer=work.optimizer, seed=work.seed, num_devices=1, precision=work.precision
         )
@@ -236,7 +244,8 @@ class RaypipeSystem:
         Idle actors wake hundreds of times a second; that would be a burden on whoever is measured beside them.
         """
         for place in self.coordinator.actors.infos:
-            os.kill(place.pid, signal.SIGSTOP if still else signal.SIGCONT)
+            with suppress(ProcessLookupError):  # it died, which its window has told
+                os.kill(place.pid, signal.SIGSTOP if still else signal.SIGCONT)
 
     def close(self) -> None:
         """Ends the actors."""
@@ -265,8 +274,12 @@ class TorchSystem:
             there.close()
             self.pipes.append(here)
             self.processes.append(process)
-        orders = [self._answer(rank) for rank in range(work.num_devices)]
-        self.order: list[list[str]] = orders[0]
+        self.order: list[list[str]]
+        try:
+            self.order, *_ = [self._answer(rank) for rank in range(work.num_devices)]
+        except BaseException:
+            self.close()
+            raise
 
     def _answer(self, rank: int) -> Any:
         if not self.pipes[rank].poll(_PATIENCE_S):

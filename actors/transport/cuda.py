@@ -83,6 +83,8 @@ class Cuda:
         self.nccl = nccl
         self.runtime = runtime
         self._kept: dict[int, list[SharedBuffer]] = {}
+        self._retired: list[SharedBuffer] = []
+        """Whose events another process may still wait for: they must not end before this process does."""
 
     def unique_id(self) -> bytes:
         """See `Library`."""
@@ -135,11 +137,16 @@ class Cuda:
         """See `SharingLibrary`."""
         kept = self._kept.get(num_bytes)
         if kept:
-            return kept.pop()
-        address = self._malloc(num_bytes)
+            old = kept.pop()
+            self._retired.append(old)
+            address, memory = old.address, old.handles[:_HANDLE_BYTES]
+        else:
+            address = self._malloc(num_bytes)
+            memory = bytes(self.runtime.ipcGetMemHandle(address))
+        # New events, also for old memory: a process that died may have recorded the old ones behind work that never ends.
         filled, taken = (torch.cuda.Event(interprocess=True) for _ in range(2))  # type: ignore[no-untyped-call]
-        handles = [self.runtime.ipcGetMemHandle(address), *(event.ipc_handle() for event in (filled, taken))]  # type: ignore[no-untyped-call]
-        return SharedBuffer(address, num_bytes, filled, taken, b"".join(map(bytes, handles)))
+        handles = [memory, *(bytes(event.ipc_handle()) for event in (filled, taken))]  # type: ignore[no-untyped-call]
+        return SharedBuffer(address, num_bytes, filled, taken, b"".join(handles))
 
     def _malloc(self, num_bytes: int) -> int:
         try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 from raypipe.actors.execution.faults import Fault, FaultKind, FaultScript
 from raypipe.config import ClusterConfig, FailureConfig, OptimizerConfig, Precision, RunConfig, ScalingConfig, ScheduleConfig
 from raypipe.errors import RunError, StageFailedError
+from raypipe.model import Batch
 from raypipe.models.gpt import gpt
 from raypipe.schedules.ir import UpdateScope
 from raypipe.training.result import Result
@@ -38,6 +40,13 @@ def rows(split: str) -> RandomTokens:
     return RandomTokens()
 
 
+class SameTokens(RandomTokens):
+    """The same rows in each microbatch, which can be learned."""
+
+    def batch(self, microbatch: int, rows: tuple[float, float]) -> Batch:
+        return super().batch(0, rows)
+
+
 def train(
     folder: Path,
     schedule: str,
@@ -45,6 +54,7 @@ def train(
     *,
     precision: Precision = Precision.FLOAT32,
     compile_layers: bool = False,
+    batches: Callable[[str], RandomTokens] = rows,
     faults: FaultScript | None = None,
     num_updates: int = NUM_UPDATES,
     message_timeout_s: float = 60.0,
@@ -56,7 +66,7 @@ def train(
         model_options=SIZES,
         precision=precision,
         compile_layers=compile_layers,
-        batches=rows,
+        batches=batches,
         schedule_config=ScheduleConfig(
             name=schedule, num_microbatches=NUM_MICROBATCHES, microbatch_size=2, updates_per_window=5, update_scope=UpdateScope.GLOBAL
         ),
@@ -99,10 +109,9 @@ def test_twenty_updates_equal_the_unsplit_model(tmp_path: Path, expected: list[f
     assert all(result.plan.topology.device(name).kind != "cpu" for name in result.plan.devices)
 
 
-def test_an_asynchronous_schedule_trains(tmp_path: Path, expected: list[float]) -> None:
-    losses = train(tmp_path, "amdp", 4).losses
-    assert losses[0] == pytest.approx(expected[0], rel=1e-5)
-    assert losses[-1] < losses[0]
+def test_an_asynchronous_schedule_trains(tmp_path: Path) -> None:
+    losses = train(tmp_path, "amdp", 4, batches=lambda _: SameTokens()).losses
+    assert losses[-1] < 0.8 * losses[0]  # on a CPU 0.57, with nothing late
 
 
 def test_in_bfloat16_losses_are_near(tmp_path: Path, expected: list[float]) -> None:
@@ -118,8 +127,8 @@ def test_a_killed_actor_ends_the_run_at_once_and_is_named(tmp_path: Path) -> Non
     script = FaultScript((Fault(1, "1F2", FaultKind.KILL, window=2),))
     began_s = time.monotonic()
     with pytest.raises(RunError, match=r"device .*/1"):
-        train(tmp_path, "1f1b", 2, faults=script, message_timeout_s=60.0)
-    assert time.monotonic() - began_s < 55.0, "the peers waited for their messages until time ran out"
+        train(tmp_path, "1f1b", 2, faults=script, message_timeout_s=120.0)
+    assert time.monotonic() - began_s < 100.0, "the peers waited for their messages until time ran out"
 
 
 def test_a_device_that_hangs_is_named_by_who_waits_for_it(tmp_path: Path) -> None:
