@@ -223,10 +223,11 @@ def main() -> None:
             print_table(name, [row(name, found[name])])
             write_json(arguments.json, found)
     size = f"{arguments.blocks} blocks of {arguments.width}, vocabulary {arguments.vocabulary}"
-    print_table(
-        f"{size}, {arguments.rows} rows of {NUM_POSITIONS} tokens a microbatch, {NUM_DEVICES} devices",
-        [row(name, figures) for name, figures in found.items()],
-    )
+    if found:
+        print_table(
+            f"{size}, {arguments.rows} rows of {NUM_POSITIONS} tokens a microbatch, {NUM_DEVICES} devices",
+            [row(name, figures) for name, figures in found.items()],
+        )
     if failed:
         sys.exit(f"failed: {', '.join(failed)}")
 
