@@ -49,9 +49,12 @@ gpu-test:  ## runs the tests that need a GPU, with .venv or else the python3 of 
 	@mkdir -p $(GPU_RESULTS)
 	set -o pipefail; $(GPU_PYTHON) -m pytest -v -W default tests/gpu --durations=20 --junitxml=$(GPU_RESULTS)/tests.xml 2>&1 | tee $(GPU_RESULTS)/tests.log
 
-gpu-bench:  ## prints the figures of stages on a GPU, and writes them as JSON; meant to take ten minutes on one H200
+gpu-bench:  ## prints the figures of stages on a GPU, and writes them as JSON: each part in a process of its own, for ten minutes at most
 	@mkdir -p $(GPU_RESULTS)
-	PYTHONPATH=$(CURDIR)$${PYTHONPATH:+:$$PYTHONPATH} $(GPU_PYTHON) benchmarks/gpu.py --json $(GPU_RESULTS)/figures.json
+	@failed=""; for part in stage host profile fault share; do \
+	  PYTHONPATH=$(CURDIR)$${PYTHONPATH:+:$$PYTHONPATH} timeout -k 5 600 $(GPU_PYTHON) benchmarks/gpu.py --parts $$part --json $(GPU_RESULTS)/$$part.json \
+	    || failed="$$failed $$part"; \
+	done; test -z "$$failed" || { echo "failed:$$failed"; exit 1; }
 
 check: $(INSTALLED)  ## checks style, format and types
 	$(BIN)/ruff check .
