@@ -51,9 +51,9 @@ gpu-test:  ## runs the tests that need a GPU, with .venv or else the python3 of 
 
 gpu-bench:  ## prints the figures of stages on a GPU, and writes them as JSON: each part in a process of its own, for ten minutes at most
 	@mkdir -p $(GPU_RESULTS)
-	@failed=""; for part in stage host profile fault share; do \
-	  PYTHONPATH=$(CURDIR)$${PYTHONPATH:+:$$PYTHONPATH} timeout -k 5 600 $(GPU_PYTHON) benchmarks/gpu.py --parts $$part --json $(GPU_RESULTS)/$$part.json \
-	    || failed="$$failed $$part"; \
+	@set -o pipefail; failed=""; for part in stage host profile fault share; do \
+	  PYTHONPATH=$(CURDIR)$${PYTHONPATH:+:$$PYTHONPATH} timeout -k 5 600 $(GPU_PYTHON) benchmarks/gpu.py --parts $$part --json $(GPU_RESULTS)/$$part.json 2>&1 \
+	    | tee $(GPU_RESULTS)/$$part.log || failed="$$failed $$part"; \
 	done; test -z "$$failed" || { echo "failed:$$failed"; exit 1; }
 
 check: $(INSTALLED)  ## checks style, format and types

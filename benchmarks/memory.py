@@ -221,13 +221,14 @@ def main() -> None:
                 print(f"{name} failed: {error}", flush=True)
                 continue
             print_table(name, [row(name, found[name])])
-            write_json(arguments.json, found)
+            write_json(arguments.json, {"figures": found, "failed": failed})  # the next case may take minutes
     size = f"{arguments.blocks} blocks of {arguments.width}, vocabulary {arguments.vocabulary}"
     if found:
         print_table(
             f"{size}, {arguments.rows} rows of {NUM_POSITIONS} tokens a microbatch, {NUM_DEVICES} devices",
             [row(name, figures) for name, figures in found.items()],
         )
+    write_json(arguments.json, {"figures": found, "failed": failed})
     if failed:
         sys.exit(f"failed: {', '.join(failed)}")
 

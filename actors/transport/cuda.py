@@ -84,7 +84,7 @@ class Cuda:
         self.runtime = runtime
         self._kept: dict[int, list[SharedBuffer]] = {}
         self._retired: list[SharedBuffer] = []
-        """Whose events another process may still wait for: they must not end before this process does."""
+        """Buffers whose events another process may still wait for: they must not end before this process does."""
 
     def unique_id(self) -> bytes:
         """See `Library`."""
@@ -143,7 +143,8 @@ class Cuda:
         else:
             address = self._malloc(num_bytes)
             memory = bytes(self.runtime.ipcGetMemHandle(address))
-        # New events, also for old memory: a process that died may have recorded the old ones behind work that never ends.
+        # New events, also for old memory: a process that died may have recorded the old ones behind work that never ends. What this
+        # process copied there before is done: its clock lets the device come to rest before each window.
         filled, taken = (torch.cuda.Event(interprocess=True) for _ in range(2))  # type: ignore[no-untyped-call]
         handles = [memory, *(bytes(event.ipc_handle()) for event in (filled, taken))]  # type: ignore[no-untyped-call]
         return SharedBuffer(address, num_bytes, filled, taken, b"".join(handles))

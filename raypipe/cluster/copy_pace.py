@@ -9,7 +9,7 @@ from collections import deque
 _NUM_NEWEST = 8
 _NUM_NEEDED = 6
 _MOST_WINDOWS_BESIDE = 8  # in a row
-_LEAST_PART = 0.1  # of the share, which copies take at least of the time of a run that nothing strikes
+_MOST_TIMES = 10.0  # the shortest interval between two copies, which the longest one is
 
 
 class CopyPace:
@@ -76,7 +76,7 @@ class CopyPace:
     def interval_s(self, failure_every_s: float) -> float:
         """Return the seconds from one copy to the next in a run that fails so often."""
         shortest_s = self.cost_s / self._share
-        return min(max(shortest_s, math.sqrt(2 * self.cost_s * failure_every_s)), shortest_s / _LEAST_PART)
+        return min(max(shortest_s, math.sqrt(2 * self.cost_s * failure_every_s)), shortest_s * _MOST_TIMES)
 
     def is_due(self, seconds: float, *, failure_every_s: float = 0.0) -> bool:
         """Tell whether the next copy is due, so many seconds after the last one."""

@@ -146,4 +146,5 @@ class StateCopies:
     def drop_after(self, update: int) -> None:
         """Forget the copies of states behind a later update, which a run that goes on will reach again."""
         self._kept = [copy for copy in self._kept if copy.update <= update]
-        self._is_beside = False  # the window that copies were fetched beside is not told of, and is run again
+        # The window that copies were fetched beside is not told of, and is run again, perhaps beside the rest of them.
+        self._is_beside = bool(self._fetching) and bool(ray.wait(list(self._fetching), num_returns=len(self._fetching), timeout=0)[1])

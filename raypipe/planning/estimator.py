@@ -27,7 +27,7 @@ _MANY_DEVICES = 64  # With more devices, arrays are faster than loops.
 _STAGE_WORK_S = 40e-6  # Of an estimate, for each stage.
 _CHANNEL_WORK_S = 16e-6  # Of a channel, for each device.
 _RUNS_WORK_S = 25e-9  # Of what all runs of layers take on a worker, for each run.
-_EXACT = 1 + 1e-12
+_SMALL = 1e-12  # of bytes, by which sums of them may be off
 
 
 class Channel(NamedTuple):
@@ -75,8 +75,8 @@ class RunBytes(NamedTuple):
             np.minimum(room, left / share, out=room)
         room -= self.working
         with np.errstate(divide="ignore", invalid="ignore"):
-            most: Floats = np.floor(room / kept * _EXACT) + 1
-        return np.where(room < 0, 0.0, np.where(kept > 0, most, math.inf))
+            most: Floats = np.floor(np.maximum(room, 0.0) / kept * (1 + _SMALL)) + 1
+        return np.where(room < -_SMALL * self.working, 0.0, np.where(kept > 0, most, math.inf))
 
 
 @dataclass

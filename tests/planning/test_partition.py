@@ -3,9 +3,12 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
+import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from raypipe.planning.estimator import Estimator
+from raypipe.planning.estimator import Estimator, RunBytes
 from raypipe.planning.layout import Layout
 from raypipe.planning.partition import Partition
 from raypipe.planning.problem import Problem
@@ -123,3 +126,21 @@ def test_runs_that_are_used_as_one_end_where_links_are_slow() -> None:
     assert Partition(estimator, order, most_units=4).borders == (0, 3, 8, 10, 12)
     assert Partition(estimator, order, most_units=3).borders == (0, 3, 8, 12)
     assert Partition(Estimator(islands((12,))), order, most_units=3).borders == (0, 4, 8, 12)
+
+
+@given(
+    st.tuples(*[st.integers(0, 60)] * 5),
+    st.lists(st.tuples(st.sampled_from([1 / 3, 0.5, 1.0]), st.integers(0, 300)), min_size=1, max_size=3),
+    st.booleans(),
+    st.booleans(),
+)
+def test_as_many_activations_fit_as_the_memory_of_each_device_holds(
+    sizes: tuple[int, ...], demands: list[tuple[float, float]], recomputed: bool, copied: bool
+) -> None:
+    standing, saved, inputs, working, vectors = map(float, sizes)
+    run = RunBytes(*(np.array([[value]]) for value in (standing, saved, inputs, working, vectors)))
+    (most,) = run.most_in_flight(demands, recomputed=recomputed, copied=copied).ravel()
+    for held in range(1, 9):
+        needed = (inputs if recomputed else saved) * (held - 1) + working
+        fits = all(standing + max(needed * share, vectors if copied else 0.0) <= limit + 1e-9 for share, limit in demands)
+        assert bool(held <= most) == fits

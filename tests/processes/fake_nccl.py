@@ -12,6 +12,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -81,6 +82,7 @@ class FakeNccl:
 
     def __init__(self, network: Network) -> None:
         self.network = network
+        self.kept: dict[int, Any] = {}
 
     def unique_id(self) -> bytes:
         """See `Library`."""
@@ -152,7 +154,8 @@ class FakeNccl:
 
     def make_buffer(self, num_bytes: int) -> SharedBuffer:
         """See `SharingLibrary`."""
-        memory = ctypes.create_string_buffer(num_bytes)
+        kept = self.kept.pop(num_bytes, None)
+        memory = ctypes.create_string_buffer(num_bytes) if kept is None else kept
         handles = next(self.network.ids).to_bytes(3 * 64, "big")
         slot = SharedBuffer(ctypes.addressof(memory), num_bytes, SharedEvent(), SharedEvent(), handles)
         self.network.shared[handles] = slot, memory
@@ -160,6 +163,7 @@ class FakeNccl:
 
     def keep_buffer(self, slot: SharedBuffer) -> None:
         """See `SharingLibrary`."""
+        self.kept[slot.num_bytes] = self.network.shared[slot.handles][1]
 
     def open_buffer(self, num_bytes: int, handles: bytes) -> SharedBuffer:
         """See `SharingLibrary`."""
