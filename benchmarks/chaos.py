@@ -64,6 +64,7 @@ AWAY_S = 10.0
 CUT_S = 20.0
 PATIENCE_S = 180.0
 DISK_BYTES = 96 << 20
+_CALM_WINDOWS = 10
 
 
 @dataclass
@@ -295,7 +296,6 @@ def run_with_faults(
         try:
             run.watch(seconds=PATIENCE_S, until=run.has_done(5))
             run.watch(seconds=10.0)
-            update_s = statistics.median(seconds for _, _, seconds in run.updates[1:])
             chaos = Chaos(machines, run, storage, seed=seed, calm_s=calm_s)
             (begin_s, first, _) = run.updates[-1]
             for kind in kinds:
@@ -304,7 +304,7 @@ def run_with_faults(
             end_s, last, _ = run.updates[-1]
         finally:
             run.end()
-        update_s = min(update_s, statistics.median(seconds for _, _, seconds in run.updates))
+        update_s = undisturbed_s([seconds for _, _, seconds in run.updates])
         figures = {
             "mode": mode,
             "faults": len(kinds),
@@ -315,8 +315,16 @@ def run_with_faults(
             # Behind each fault: what it would be if the run ended there.
             "goodput_so_far": [(hit.updates - first) * update_s / (hit.end_s - begin_s) for hit in chaos.struck],
             "struck": [vars(hit) for hit in chaos.struck],
+            # Seconds since the first of these updates, the last update of a window, seconds of one of its updates.
+            "windows": [(round(at_s - begin_s, 2), update, round(seconds, 4)) for at_s, update, seconds in run.updates],
         }
         return figures, losses_of(storage)
+
+
+def undisturbed_s(seconds: list[float]) -> float:
+    """The seconds of an update while nothing else computes: the least median of so many windows in a row."""
+    size = min(_CALM_WINDOWS, len(seconds))
+    return min(statistics.median(seconds[first : first + size]) for first in range(len(seconds) - size + 1))
 
 
 def calm_losses(folder: Path, tokens: Path, *, num_updates: int, plan: Path | None) -> tuple[list[float], Path]:
