@@ -122,9 +122,10 @@ class Cells:
                     self.curve(optimizer, rate, seed, self.without)
             for scheduled in sorted(late, key=informative):
                 for optimizer, start in product(self.options.optimizers, self.options.synchronous):
-                    rate = self.found.best_rate(self.task, optimizer)
-                    if rate is not None and not self.is_over and (digest := self.digest(scheduled)) is not None:
-                        self.curve(optimizer, rate, seed, digest, start)
+                    best = self.found.best_rate(self.task, optimizer)
+                    for rate in self.options.late_rates or ([] if best is None else [best]):
+                        if not self.is_over and (digest := self.digest(scheduled)) is not None:
+                            self.curve(optimizer, rate, seed, digest, start)
 
 
 def parsed() -> argparse.Namespace:
@@ -132,6 +133,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--models", nargs="+", choices=list(TASKS), default=list(TASKS))
     parser.add_argument("--optimizers", nargs="+", choices=list(OPTIMIZERS), default=["muon-nadamw", "nadamw90"])
     parser.add_argument("--rates", nargs="+", type=float, default=list(FIRST_RATES), help="of the synchronous schedule")
+    parser.add_argument("--late-rates", type=float, nargs="+", metavar="RATES", help="of asynchronous schedules; left out: the best one")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0])
     parser.add_argument("--cases", nargs="*", metavar="SCHEDULE", help="asynchronous schedules such as 'amdp K=4'; left out: all")
     parser.add_argument("--synchronous", nargs="+", type=int, default=[0], metavar="UPDATES", help="`schedule.synchronous_updates`")
