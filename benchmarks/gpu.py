@@ -325,7 +325,7 @@ def shared(arguments: argparse.Namespace) -> Part:
     torch.cuda.empty_cache()
     found: dict[str, Summary] = {}
     failed: dict[str, str] = {}
-    first, *_ = cases = [(1, "1f1b", "raypipe")]
+    cases = [(1, "1f1b", "raypipe")]
     for number in arguments.sharing:
         cases += [(number, schedule, "raypipe") for schedule in ("1f1b", "zb-h1", "amdp")]
         cases += [(number, "1f1b", "raypipe-nccl"), (number, "1f1b", "torch")]
@@ -344,7 +344,7 @@ def shared(arguments: argparse.Namespace) -> Part:
             continue
         found[key] = Summary.of(seconds)
         print(f"{key}: {found[key].median:.4f} s an update; {time.perf_counter() - since:.0f} s in all", flush=True)
-    alone_s = found[_key(*first)].median if _key(*first) in found else math.nan
+    alone_s = found[_key(*cases[0])].median if _key(*cases[0]) in found else math.nan
     rows = [
         {
             "on one GPU": key,

@@ -9,7 +9,7 @@ from collections import deque
 _NUM_NEWEST = 8
 _NUM_NEEDED = 6
 _MOST_WINDOWS_BESIDE = 8  # in a row
-_MOST_TIMES = 10.0  # the shortest interval between two copies, which the longest one is
+_LONGEST = 10.0  # interval between two copies, over the shortest one
 
 
 class CopyPace:
@@ -20,8 +20,8 @@ class CopyPace:
     seconds of an update: neighbors, since machines are busier at one time than at another. Until enough are compared, a window beside a
     copy is followed by one without; afterwards one in nine at least is without.
 
-    Of a run that seldom fails, copies take less than the share: with a copy of C seconds and a failure every M seconds, least is lost
-    where sqrt(2 C M) seconds lie between two copies (Young, Communications of the ACM 1974).
+    Of a run that seldom fails, copies take less than the share: with a copy of C seconds and a mean time between failures of M, least is
+    lost where sqrt(2 C M) seconds lie between two copies (Young, Communications of the ACM 1974).
     """
 
     def __init__(self, share: float) -> None:
@@ -73,15 +73,15 @@ class CopyPace:
             return wait_s
         return wait_s + max(statistics.median(self._extra_update_s), 0.0) * self._updates_beside
 
-    def interval_s(self, failure_every_s: float) -> float:
-        """Return the seconds from one copy to the next in a run that fails so often."""
+    def interval_s(self, mtbf_s: float) -> float:
+        """Return the seconds from one copy to the next, given the mean time between failures."""
         shortest_s = self.cost_s / self._share
-        return min(max(shortest_s, math.sqrt(2 * self.cost_s * failure_every_s)), shortest_s * _MOST_TIMES)
+        return min(max(shortest_s, math.sqrt(2 * self.cost_s * mtbf_s)), _LONGEST * shortest_s)
 
-    def is_due(self, seconds: float, *, failure_every_s: float = 0.0) -> bool:
+    def is_due(self, seconds: float, *, mtbf_s: float = 0.0) -> bool:
         """Tell whether the next copy is due, so many seconds after the last one."""
         if self._share >= 1:
             return True
         must_compare = self._last is not None and self._last[1]
         must_compare &= len(self._extra_update_s) < _NUM_NEEDED or self._windows_beside >= _MOST_WINDOWS_BESIDE
-        return not must_compare and seconds >= self.interval_s(failure_every_s)
+        return not must_compare and seconds >= self.interval_s(mtbf_s)

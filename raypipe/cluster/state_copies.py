@@ -54,14 +54,15 @@ class StateCopies:
         self._pace.begin_anew()
         self._is_beside = False
 
-    def after_window(self, update: int, *, seconds: float, num_updates: int, failure_every_s: float) -> bool:
+    def after_window(self, update: int, *, seconds: float, num_updates: int, mtbf_s: float) -> bool:
         """Copy the state behind a window, unless the last copies are still on their way or copies would take too much of the run's time.
 
-        The window had so many updates and took so many seconds. Return whether there are new copies.
+        The window had so many updates and took so many seconds; `mtbf_s` is the mean time between failures. Return whether there are new
+        copies.
         """
         self._pace.note_window(seconds, num_updates=num_updates, is_beside=self._is_beside)
         since_s = time.monotonic() - self._taken_at_s
-        is_taken = not self._is_fetching() and self._pace.is_due(since_s, failure_every_s=failure_every_s)
+        is_taken = not self._is_fetching() and self._pace.is_due(since_s, mtbf_s=mtbf_s)
         if is_taken:
             self._take(update)
         self._is_beside = bool(self._fetching)
@@ -100,16 +101,18 @@ class StateCopies:
             self._members = self._actors.members
         return export_states(self._actors, self._layers)
 
+    def _poll(self) -> None:
+        """Forget the calls that have been answered."""
+        if self._fetching:
+            done, pending = ray.wait(list(self._fetching), num_returns=len(self._fetching), timeout=0)
+            self._fetching = {ref: self._fetching[ref] for ref in pending}
+            if done:
+                self._usual_s = time.monotonic() - self._taken_at_s
+
     def _is_fetching(self) -> bool:
-        if not self._fetching:
-            self._kept = self._kept[-1:]
-            return False
-        done, pending = ray.wait(list(self._fetching), num_returns=len(self._fetching), timeout=0)
-        self._fetching = {ref: self._fetching[ref] for ref in pending}
+        self._poll()
         seconds = time.monotonic() - self._taken_at_s
-        if done:
-            self._usual_s = seconds
-        if not pending:
+        if not self._fetching:
             self._kept = self._kept[-1:]
         elif seconds > max(_SLOW_S, _SLOW * self._usual_s):
             self._apart.update(self._fetching.values())  # the next copies go to other nodes
@@ -147,4 +150,5 @@ class StateCopies:
         """Forget the copies of states behind a later update, which a run that goes on will reach again."""
         self._kept = [copy for copy in self._kept if copy.update <= update]
         # The window that copies were fetched beside is not told of, and is run again, perhaps beside the rest of them.
-        self._is_beside = bool(self._fetching) and bool(ray.wait(list(self._fetching), num_returns=len(self._fetching), timeout=0)[1])
+        self._poll()
+        self._is_beside = bool(self._fetching)

@@ -86,8 +86,8 @@ class Recovery:
             self.num_failures = 0
             self._raised.clear()
             self._cut_links.trust()
-        every_s = self._failure_every_s()
-        if self.copies.after_window(update, seconds=window.wall_s, num_updates=window.num_updates, failure_every_s=every_s):
+        every_s = self._mtbf_s()
+        if self.copies.after_window(update, seconds=window.wall_s, num_updates=window.num_updates, mtbf_s=every_s):
             self._take_back(update)
         if self.config.spare_processes:
             nodes = {member.slot.node for member in self.coordinator.actors.alive().values()}
@@ -132,8 +132,8 @@ class Recovery:
         self.record.callbacks.recovery(RecoveredFailure(update, source.update, source.text, seconds, text, "a bad update is skipped"))
         return source.update
 
-    def _failure_every_s(self) -> float:
-        """Return the seconds between two failures, had the next one come now; 0 while something is lost, which returns behind a copy."""
+    def _mtbf_s(self) -> float:
+        """Return the mean time between failures, had one come now; 0 while something is lost, which returns behind a copy."""
         if self.coordinator.actors.gone or self._cut_links:
             return 0.0
         return (time.monotonic() - self._begin_s) / (self._num_struck + 1)

@@ -69,12 +69,12 @@ def test_the_next_copy_is_due_once_the_last_one_is_within_the_share(share: float
     assert pace.is_due(1.01 * 0.12 / share)
 
 
-@pytest.mark.parametrize(("failure_every_s", "interval_s"), [(0.0, 2.4), (10.0, 2.4), (60.0, 3.79), (1800.0, 20.8), (1e6, 24.0)])
-def test_the_interval_is_youngs_between_the_share_and_a_tenth_of_it(failure_every_s: float, interval_s: float) -> None:
+@pytest.mark.parametrize(("mtbf_s", "interval_s"), [(0.0, 2.4), (10.0, 2.4), (60.0, 3.79), (1800.0, 20.8), (1e6, 24.0)])
+def test_the_interval_is_youngs_between_the_share_and_a_tenth_of_it(mtbf_s: float, interval_s: float) -> None:
     pace = paced(0.05, alone_s=0.1, beside_s=0.13)
-    assert pace.interval_s(failure_every_s) == pytest.approx(interval_s, rel=1e-2)
-    assert not pace.is_due(0.98 * interval_s, failure_every_s=failure_every_s)
-    assert pace.is_due(1.02 * interval_s, failure_every_s=failure_every_s)
+    assert pace.interval_s(mtbf_s) == pytest.approx(interval_s, rel=1e-2)
+    assert not pace.is_due(0.98 * interval_s, mtbf_s=mtbf_s)
+    assert pace.is_due(1.02 * interval_s, mtbf_s=mtbf_s)
 
 
 def test_until_enough_are_compared_a_window_beside_a_copy_is_followed_by_one_without() -> None:

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+import ray
 
 from raypipe.cluster.slots import ClusterNode, DeviceSlot
 from raypipe.cluster.stage_actors import StageActors
@@ -85,3 +86,12 @@ def test_actors_that_keep_no_new_copies_drop_their_old_ones_once_newer_ones_are_
         copies._drop_elsewhere({0, 1}, update=update, oldest=update - 1)
     assert calls == [("a", 2)]
     assert copies._holding.keys() == {0, 1}
+
+
+@pytest.mark.parametrize("is_there", [False, True])
+def test_a_window_that_is_run_again_is_beside_copies_that_are_still_fetched(monkeypatch: pytest.MonkeyPatch, is_there: bool) -> None:
+    copies = StateCopies(actors("abc"), share=0.05)
+    copies._fetching = {"call": ("a", "b")}
+    monkeypatch.setattr(ray, "wait", lambda calls, **_: (calls, []) if is_there else ([], calls))
+    copies.drop_after(1)
+    assert copies._is_beside is not is_there

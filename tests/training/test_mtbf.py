@@ -1,4 +1,4 @@
-"""How often a run fails, by which it spaces the copies of its state."""
+"""The mean time between failures, by which a run spaces the copies of its state."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ class Told:
     def __init__(self) -> None:
         self.every_s: list[float] = []
 
-    def after_window(self, _: int, *, failure_every_s: float, **__: object) -> bool:
-        self.every_s.append(failure_every_s)
+    def after_window(self, _: int, *, mtbf_s: float, **__: object) -> bool:
+        self.every_s.append(mtbf_s)
         return False
 
 
