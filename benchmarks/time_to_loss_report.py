@@ -41,14 +41,6 @@ class Found:
             optimizer = without_corrections(optimizer)
         return {cell["seed"]: last(cell) for cell in self.curves(task, optimizer, num_updates) if wanted.items() <= cell.items()}
 
-    def on_time(self, task: str, optimizer: str, rate: float, delays: str) -> dict[int, float]:
-        """Return the losses with which late ones are compared: of the same order, all updates drained, or else of any synchronous one.
-
-        Orders that divide rows into other microbatches round otherwise, which alone moves runs apart.
-        """
-        drained = self.losses(task, optimizer, rate, delays, self.num_updates)
-        return self.losses(task, optimizer, rate, synchronous_delays(self.store, task)) | drained
-
     def best_rate(self, task: str, optimizer: str) -> float | None:
         """Return the rate with the least synchronous loss of seed 0."""
         without = synchronous_delays(self.store, task)
@@ -86,13 +78,12 @@ class Found:
         if rate is None:
             return None
         late, synchronous = self.losses(task, optimizer, rate, delays, start), self.losses(task, optimizer, rate, without)
-        on_time = self.on_time(task, optimizer, rate, delays)
         half = self.losses(task, optimizer, rate, without, num_updates=self.num_updates // 2)
-        seeds = late.keys() & on_time.keys()
+        seeds = late.keys() & synchronous.keys()
         if not seeds or 0 not in half or 0 not in synchronous:
             return None
         slope = (half[0] - synchronous[0]) / math.log(2)
-        return math.exp(fmean(late[seed] - on_time[seed] for seed in seeds) / slope)
+        return math.exp(fmean(late[seed] - synchronous[seed] for seed in seeds) / slope)
 
 
 def last(cell: dict[str, Any]) -> float:
@@ -145,10 +136,8 @@ def _losses(found: Found, task: str) -> Rows:
         best = found.best_rate(task, optimizer)
         keys = {(cell["learning_rate"], cell["delays"], cell["synchronous_updates"]) for cell in curves}
         for rate, delays, start in sorted(keys, key=lambda key: (key[0], key[1] != without, key)):
-            losses, on_time = found.losses(task, optimizer, rate, delays, start), found.on_time(task, optimizer, rate, delays)
-            if start == found.num_updates:
-                on_time = found.losses(task, optimizer, rate, without)
-            differences = [losses[seed] / on_time[seed] - 1 for seed in sorted(losses.keys() & on_time.keys())]
+            losses, synchronous = found.losses(task, optimizer, rate, delays, start), found.losses(task, optimizer, rate, without)
+            differences = [losses[seed] / synchronous[seed] - 1 for seed in sorted(losses.keys() & synchronous.keys())]
             spread = f" +-{stdev(differences):.2%}" if len(differences) > 1 else ""
             more = found.more_updates(task, optimizer, delays, start) if rate == best else None
             rows.append({
