@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -45,10 +46,18 @@ def seed(device: torch.device, number: int) -> None:
 
 
 def stop_watch(device: torch.device) -> Callable[[], float]:
-    """Start timing a device; the returned function stops it and returns the seconds."""
+    """Start timing a device; the returned function stops it and returns the seconds.
+
+    Of a CPU, those in which the calling thread waited for a core do not count: what shares cores with it is not its own time.
+    """
     if device.type == "cpu":
-        since_s = time.perf_counter()
-        return lambda: time.perf_counter() - since_s
+        waited_s, worked_s, since_s = _waited_s(), time.thread_time(), time.perf_counter()
+
+        def stop_core() -> float:
+            passed_s = time.perf_counter() - since_s
+            return max(passed_s - (_waited_s() - waited_s), time.thread_time() - worked_s)
+
+        return stop_core
     module = torch.get_device_module(device)
     module.synchronize()
     if device.type == "cuda":
@@ -64,6 +73,15 @@ def stop_watch(device: torch.device) -> Callable[[], float]:
         return float(first.elapsed_time(last)) / 1000
 
     return stop
+
+
+def _waited_s() -> float:
+    """Return the seconds for which the calling thread could run and had no core; 0 where the system does not say."""
+    try:
+        _, waited_ns, _ = Path("/proc/thread-self/schedstat").read_text(encoding="ascii").split()
+    except (OSError, ValueError):
+        return 0.0
+    return int(waited_ns) / 1e9
 
 
 def drop_fillers() -> None:

@@ -60,15 +60,17 @@ class Case:
         name: of the schedule.
         chunks: stages a device.
         pipelines: 0 for the schedule's own number.
+        most_stale: The most updates by which gradients may be late on average; `None` for no limit.
     """
 
     name: str
     chunks: int = 1
     pipelines: int = 0
+    most_stale: float | None = None
 
     def __str__(self) -> str:
         more = f" V={self.chunks}" if self.chunks > 1 else f" N={self.pipelines}" if self.pipelines else ""
-        return self.name + more
+        return self.name + more + (f" S={self.most_stale:g}" if self.most_stale is not None else "")
 
 
 CASES = (
@@ -155,7 +157,17 @@ def timed(case: Case, problem: Problem, scope: UpdateScope, cuts: tuple[int, ...
     kinds = (OpKind.FORWARD, OpKind.INPUT_GRADIENT, OpKind.WEIGHT_GRADIENT)
     times = tuple(StageTimes(*(cost.compute_s(worker, (Op(kind, stage, 0),)) for kind in kinds)) for stage, worker in enumerate(worker_of))
     count = 1 if not schedule.weight_rule.overlaps_updates and scope is UpdateScope.GLOBAL else num_updates
-    size = ScheduleRequest(problem.num_devices, problem.num_microbatches, count, case.chunks, case.pipelines, scope, times, LATENCY_S)
+    size = ScheduleRequest(
+        problem.num_devices,
+        problem.num_microbatches,
+        count,
+        case.chunks,
+        case.pipelines,
+        scope,
+        times,
+        LATENCY_S,
+        max_mean_staleness=case.most_stale,
+    )
     schedule = schedule_of(case, size)
     return schedule, time_order(CompiledOrder(lower(schedule)), cost_of(problem, cuts, schedule))
 

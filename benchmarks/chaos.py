@@ -215,10 +215,14 @@ class Chaos:
         self._signal(node, signal.SIGSTOP)
 
     def _signal(self, node: int, number: int) -> None:
-        for at in [node, *range(NUM_NODES)]:
-            if found := self.machines.processes(at, r"ray::\w+\.run", within_s=1.0):
-                os.kill(self.chance.choice(found), number)
-                return
+        # The title of a process names the newest of the calls that it serves, which is not always its window.
+        deadline = time.monotonic() + PATIENCE_S
+        while time.monotonic() < deadline:
+            for at in [node, *range(NUM_NODES)]:
+                if found := self.machines.processes(at, r"ray::\w+\.run", within_s=1.0 if at == node else 0.0):
+                    os.kill(self.chance.choice(found), number)
+                    return
+        raise SystemExit(f"no stage computed for {PATIENCE_S:g} s\n{self.run.problem}")
 
     def _crash(self, node: int) -> Any:
         self.machines.crash(node)

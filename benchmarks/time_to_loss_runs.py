@@ -105,7 +105,7 @@ class Scheduled:
 
 
 SYNCHRONOUS = (Case("1f1b"), Case("interleaved", chunks=2), Case("zb-auto"), Case("zb-v", chunks=2), Case("chimera"), Case("amdp-flush"))
-ASYNCHRONOUS = (Case("pipedream-2bw"), Case("async-1f1b"), Case("amdp"), Case("amdp-auto"))
+ASYNCHRONOUS = (Case("pipedream-2bw"), Case("async-1f1b"), Case("amdp"), Case("amdp-auto"), Case("amdp-auto", most_stale=0.25))
 ROUNDS = (1, 2, 4, 8)
 SCHEDULED = tuple(Scheduled(case, rounds) for case in (*SYNCHRONOUS, *ASYNCHRONOUS) for rounds in ROUNDS)
 

@@ -14,6 +14,7 @@ import socket
 import struct
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -104,6 +105,7 @@ class StoreServer:
         self.address = StoreAddress(host, server.getsockname()[1], secret)
         self._gate = Gate(server, secret=secret, purpose=PURPOSE)
         self._values: dict[bytes, bytes] = {}
+        self._unneeded: deque[bytes] = deque()
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._gate, selectors.EVENT_READ)
         self._wakes, self._waker = socket.socketpair()
@@ -126,6 +128,10 @@ class StoreServer:
             self._waker.send(b"x")
         self._thread.join()
 
+    def drop(self, prefix: str) -> None:
+        """Forget, within a second, the names that begin so and their values: nobody asks for them any more. Called from any thread."""
+        self._unneeded.append(prefix.encode())
+
     def _serve(self) -> None:
         clients: set[_Client] = set()
         try:
@@ -144,6 +150,9 @@ class StoreServer:
                 for client in [client for client in self._waiting if client.deadline_s <= now_s]:
                     self._waiting.discard(client)
                     _send(client.end, [])
+                while self._unneeded:
+                    prefix = self._unneeded.popleft()
+                    self._values = {name: value for name, value in self._values.items() if not name.startswith(prefix)}
         finally:
             self._selector.close()
             self._gate.close()

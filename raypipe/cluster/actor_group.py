@@ -88,6 +88,11 @@ class ActorGroup:
         if self._server is not None:
             self._server.close()
 
+    def drop_from_store(self, prefix: str) -> None:
+        """Let the store forget the names that begin so, if one is open."""
+        if self._server is not None:
+            self._server.drop(prefix)
+
     def gather(self, calls: Mapping[int, Any], task: str, *, timeout_s: float | None = None, poll_s: float = POLL_S) -> dict[int, Any]:
         """Return the answers by device, or raise the failure of one. Without a timeout, only silence is a failure.
 

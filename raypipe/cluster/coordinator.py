@@ -27,6 +27,7 @@ from raypipe.cluster.window import WindowResult
 from raypipe.communication.patterns import Pattern
 from raypipe.communication.ways import Wiring
 from raypipe.config import ClusterConfig, OptimizerConfig, Precision, ScalingConfig, Transport
+from raypipe.errors import FormatError, RunError
 from raypipe.schedules.collectives import Start
 from raypipe.schedules.lower import DeviceProgram, Recv
 
@@ -36,6 +37,7 @@ _USUAL = Wiring()
 _NUM_NEWEST = 8  # windows, by which the next one is known to be late
 _LATE = 2.0  # times the median of these
 _LEAST_POLL_S = 0.5
+_TAKE_OVER = 5.0  # times `start_timeout_s`, within which an actor must have fetched its layers from other nodes
 
 
 class Coordinator:
@@ -157,8 +159,9 @@ class Coordinator:
         channels, infos = tuple(sorted({(item.device, device) for device, item in items if isinstance(item, Recv)})), self.actors.infos
         shared = shared_channels(channels, infos=infos, names=self.device_names, transport=self.transport)
         self.channel_text = channel_text(infos, num_channels=len(channels), num_shared=len(shared), transport=self.transport)
-        # A run that goes on has started before: a device that cannot be reached now is not only slow to start.
-        timeout_s = self.cluster.silence_timeout_s if self._epoch else self.cluster.start_timeout_s
+        # A run that goes on has started before: a device that cannot be reached now is not only slow to start. But on a GPU it may compile.
+        is_quick = self._epoch and not on_gpus(infos)
+        timeout_s = self.cluster.silence_timeout_s if is_quick else self.cluster.start_timeout_s
         store = self.actors.open_store()
         return ConnectOrder(
             names=self.device_names,
@@ -295,8 +298,13 @@ class Coordinator:
 
         Raises:
             StateLostError: No node has the state of some layer any more.
+            FormatError: A file of the checkpoint is missing or damaged.
+            RunError: Something else failed.
         """
-        self.build(order)
+        try:
+            self.build(order)
+        except FormatError as error:  # of the training data, for instance; no other state would help
+            raise RunError(f"building layers: {error}") from error
         if isinstance(states, Storage):
             self.load(states)
         elif states is not None:
@@ -306,6 +314,8 @@ class Coordinator:
                 lambda device, actor: actor.import_layers.remote(
                     *arguments(within_reach(self.actors, states, device, needed[device], apart=apart), needed[device])
                 ),
+                # An actor whose layers Ray still fetches tells its status, and never fails.
+                timeout_s=_TAKE_OVER * self.cluster.start_timeout_s,
             )
         self._epoch += 1
         self.connect(programs, order.cut, wiring=wiring)

@@ -13,6 +13,7 @@ from raypipe.actors.measure.flows import LEAST_PING_BYTES, Flow, FlowConnection,
 from raypipe.actors.measure.metrics import LinkMetrics
 from raypipe.artifacts.topology import ClusterTopology
 from raypipe.artifacts.trace import Trace
+from raypipe.cluster.checks import on_gpus
 from raypipe.cluster.stage_actors import StageActors
 from raypipe.cluster.window import WindowResult
 from raypipe.errors import PlanError, RunError
@@ -133,13 +134,14 @@ class LinkMonitor:
         self._watch = LinkWatch(run=actors.run, nodes=[member.slot.node.address for member in actors.launched], now_s=time.time())
         self.estimate = self._watch.estimate
         self._num_probes = 0
+        self._prefix = f"{actors.run}/link "
 
     def seed(self, topology: ClusterTopology, devices: Sequence[str] = ()) -> None:
         """Start from a topology's links; `devices` are its names of the launched devices, if others."""
         self._watch.seed(topology, devices or [member.slot.name for member in self._actors.launched], now_s=time.time())
 
     def after_window(self, result: WindowResult) -> None:
-        """Learn from a window, and probe a link."""
+        """Learn from a window; of CPU devices, probe a link."""
         if not self.estimate.links:
             return
         nodes = [member.slot.node.address for member in self._actors.members]
@@ -149,6 +151,8 @@ class LinkMonitor:
         self._watch.observe(
             result.trace, result.programs, nodes, began_s=min(result.began_s), now_s=time.time(), queued_bytes=result.queued_bytes
         )
+        if on_gpus(self._actors.infos):
+            return  # probes go over TCP, and messages over NCCL, which may be many times as fast
         for pair in self._watch.doubted(now_s=time.time()):
             self.probe(*pair)
         if (due := self._watch.due(now_s=time.time())) is not None:
@@ -169,7 +173,7 @@ class LinkMonitor:
             names=(actors.launched[source].slot.name, actors.launched[target].slot.name),
             shared=False,
             store=actors.store,
-            prefix=f"{actors.run}/link {source}-{target}, probe {self._num_probes}",
+            prefix=f"{self._prefix}{source}-{target}, probe {self._num_probes}",
             connect_timeout_s=_CONNECT_S,
             timeout_s=_MESSAGE_S,
         )
@@ -184,6 +188,8 @@ class LinkMonitor:
                 found.append(ray.get(ref, timeout=_CONNECT_S + 10 * _MESSAGE_S))
             except RayError as error:  # what is wrong will show where the run needs the link
                 problem = str(error).strip().splitlines()[-1]
+        # Also what an end that came too late to an earlier probe has left: otherwise a month of them would stay in the driver's memory.
+        actors.drop_from_store(self._prefix)
         if len(found) < len(refs):
             self._watch.failed(pair, problem, now_s=time.time())
         else:

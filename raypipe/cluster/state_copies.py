@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import ray
+from ray.exceptions import RayError
 
 from raypipe.cluster.actor_group import Member
 from raypipe.cluster.copy_pace import CopyPace
@@ -47,6 +48,7 @@ class StateCopies:
         self._usual_s = float("inf")  # for a node to fetch copies
         self._taken_at_s = -float("inf")
         self._is_beside = False  # the newest window, beside a copy
+        self._is_urgent = False  # the next copy
         self.cut_links: Collection[frozenset[str]] = ()  # ids of nodes that do not reach each other
 
     def begin_anew(self) -> None:
@@ -62,9 +64,10 @@ class StateCopies:
         """
         self._pace.note_window(seconds, num_updates=num_updates, is_beside=self._is_beside)
         since_s = time.monotonic() - self._taken_at_s
-        is_taken = not self._is_fetching() and self._pace.is_due(since_s, mtbf_s=mtbf_s)
+        is_taken = not self._is_fetching() and (self._is_urgent or self._pace.is_due(since_s, mtbf_s=mtbf_s))
         if is_taken:
             self._take(update)
+            self._is_urgent = False
         self._is_beside = bool(self._fetching)
         return is_taken
 
@@ -102,11 +105,13 @@ class StateCopies:
         return export_states(self._actors, self._layers)
 
     def _poll(self) -> None:
-        """Forget the calls that have been answered."""
+        """Forget the calls that have been answered; a node that failed to fetch leaves a copy that only its first node holds."""
         if self._fetching:
             done, pending = ray.wait(list(self._fetching), num_returns=len(self._fetching), timeout=0)
             self._fetching = {ref: self._fetching[ref] for ref in pending}
-            if done:
+            if any(map(_has_failed, done)):
+                self._give_up()
+            elif done:
                 self._usual_s = time.monotonic() - self._taken_at_s
 
     def _is_fetching(self) -> bool:
@@ -146,9 +151,21 @@ class StateCopies:
         """Return the copies from which a run may go on, from new to old; parts of one may be lost."""
         return self._kept[::-1]
 
+    def renew(self) -> None:
+        """Take copies as soon as possible, however new the last ones are."""
+        self._is_urgent = True
+
     def drop_after(self, update: int) -> None:
         """Forget the copies of states behind a later update, which a run that goes on will reach again."""
         self._kept = [copy for copy in self._kept if copy.update <= update]
         # The window that copies were fetched beside is not told of, and is run again, perhaps beside the rest of them.
         self._poll()
         self._is_beside = bool(self._fetching)
+
+
+def _has_failed(call: Any) -> bool:
+    try:
+        ray.get(call)
+    except RayError:
+        return True
+    return False

@@ -32,6 +32,8 @@ from raypipe.units import counted, size
 
 _LOOK_S = 10.0  # between two looks at actors that write
 _COPY_S = 60.0  # for the nodes to hand out a copy of the state
+_TELL_S = 300.0  # between two words on a checkpoint that is still being written
+_WRITE_S = 3600.0  # for the actors to write one
 
 
 class _Writing:
@@ -44,6 +46,7 @@ class _Writing:
         self.checkpoint: Checkpoint | None = None
         self.problem: Exception | None = None
         self.seconds = 0.0
+        self.writers: tuple[str, ...] = ()  # devices that had not written their parts at the last look
         self._calls, self._lock, self._silence_timeout_s = calls, lock, silence_timeout_s
         self._since_s = time.monotonic()
         self._thread = threading.Thread(target=self._finish, name=f"checkpoint {index.update}", daemon=True)
@@ -52,6 +55,11 @@ class _Writing:
     @property
     def is_done(self) -> bool:
         return not self._thread.is_alive()
+
+    @property
+    def passed_s(self) -> float:
+        """Seconds since it was begun."""
+        return time.monotonic() - self._since_s
 
     def wait(self, timeout_s: float | None = None) -> None:
         self._thread.join(timeout_s)
@@ -74,17 +82,21 @@ class _Writing:
         if self.problem is not None and not isinstance(self.problem, RunTakenOverError):
             with contextlib.suppress(OSError):
                 remove_checkpoint(self.folder)
-        self.seconds = time.monotonic() - self._since_s
+        self.seconds = self.passed_s
 
     def _answers(self) -> list[dict[str, FileSums]]:
-        # Storage may be slow; only an actor that does not even tell its status is waited for in vain.
+        # Storage may be slow, and a file system that hangs keeps a writer for ever, whose actor goes on telling its status.
         pending = list(self._calls)
         while pending:
             _, pending = ray.wait(pending, num_returns=len(pending), timeout=_LOOK_S)
             writers = [self._calls[ref] for ref in pending]
+            self.writers = tuple(member.slot.name for member in writers)
             if silent := dead(dict(enumerate(writers)), timeout_s=self._silence_timeout_s):
                 names = ", ".join(writers[number].slot.name for number in silent)
                 raise RunError(f"no answer from {counted(len(silent), 'device')} that wrote it: {names}")
+            if pending and self.passed_s > _WRITE_S:
+                names = ", ".join(self.writers)
+                raise RunError(f"{names} did not write it within {_WRITE_S:.0f} s; look at the storage of {self.folder.name}")
         answers: list[dict[str, FileSums]] = ray.get(list(self._calls))
         return answers
 
@@ -116,6 +128,7 @@ class Checkpoints:
         self._position = position
         self._folder, self._lock, self._config, self._index, self._notice = folder, lock, config, index, notice
         self._writing: _Writing | None = None
+        self._told_after_s = 0.0  # of the checkpoint that is being written, since it was begun
         self._untold: deque[tuple[Checkpoint, float]] = deque()
         self._since_s = time.monotonic()
 
@@ -148,23 +161,27 @@ class Checkpoints:
             return
         calls, silence_timeout_s = coordinator.write_snapshot(folder), coordinator.cluster.silence_timeout_s
         self._writing = _Writing(folder, calls, index, self._lock, silence_timeout_s=silence_timeout_s)
+        self._told_after_s = 0.0
 
-    def save_copy(self, copies: Sequence[StateCopy]) -> None:
-        """Write the newest of the copies in the memory of nodes, where no time is left for the window that runs.
+    def save_copy(self, copies: Sequence[StateCopy], *, reason: str) -> None:
+        """Write the newest copy in the memory of nodes that can be had, if the run ends here and it is newer than all checkpoints.
 
         What goes wrong is told to `notice`: there is nothing else to do about it.
         """
         saved = self.newest.index.update if self.newest is not None else 0
         writing = self._writing.index.update if self._writing is not None else 0
-        copy = next((copy for copy in copies if copy.update > max(saved, writing)), None)
-        update = copy.update if copy is not None else writing
-        if update <= saved:
-            return
-        self._notice(f"no time is left for this window: writing the copy of update {update} that is in memory")
-        if copy is None:
-            self.wait()
-            return
-        began_s = time.monotonic()
+        for copy in copies:
+            if copy.update > max(saved, writing):
+                self._notice(f"{reason}: writing the copy of update {copy.update} that is in memory")
+                if self._write_copy(copy):
+                    return
+        if writing > saved:
+            self._notice(f"{reason}: waiting for the checkpoint of update {writing}")
+            self.give_time(_COPY_S)
+
+    def _write_copy(self, copy: StateCopy) -> bool:
+        """Write a copy, of which parts may be lost; return whether that is done."""
+        update, began_s = copy.update, time.monotonic()
         deadline = began_s + _COPY_S
         try:
             self._lock.check()
@@ -180,9 +197,16 @@ class Checkpoints:
             self._untold.append((self.newest, time.monotonic() - began_s))
         except (OSError, RunError, RayError) as error:
             self._notice(_not_saved(update, error))
+            return False
+        return True
+
+    def known(self) -> Checkpoint | None:
+        """Return the newest checkpoint that this run may go back to, without a look at the storage."""
+        self._settle_if_done()
+        return self.newest
 
     def usable(self) -> list[Checkpoint]:
-        """Return the checkpoints that this run may go back to: its newest one and those before."""
+        """Return the checkpoints that this run may go back to: its newest one and those before; raises `OSError`."""
         self._settle_if_done()
         if self.newest is None:
             return []
@@ -196,9 +220,13 @@ class Checkpoints:
         return found
 
     def poll(self) -> None:
-        """Tell, between two windows, of a checkpoint that has been written since."""
+        """Tell, between two windows, of a checkpoint that has been written since, or takes long."""
         self._settle_if_done()
         self._tell()
+        if (writing := self._writing) is not None and writing.passed_s > self._told_after_s + _TELL_S:
+            self._told_after_s = writing.passed_s
+            names = ", ".join(writing.writers) or "all devices"
+            self._notice(f"update {writing.index.update} is being written for {writing.passed_s:.0f} s; not done: {names}")
 
     def _settle_if_done(self) -> None:
         if self._writing is not None and self._writing.is_done:

@@ -228,6 +228,7 @@ class Fit:
                 checkpoint = self._train()
             except RaypipeError:
                 self.checkpoints.give_time(config.run.grace_s)
+                self.checkpoints.save_copy(self.recovery.copies.candidates(), reason="the run fails")
                 raise
             sample = self._sample()
         self.notice("writing the report")
@@ -283,7 +284,7 @@ class Fit:
             if not self.is_told:
                 self.is_told = True
                 if self.stop.is_late:
-                    self.checkpoints.save_copy(self.recovery.copies.candidates())
+                    self.checkpoints.save_copy(self.recovery.copies.candidates(), reason="no time is left for this window")
                 self.notice(self._lost())
             raise
 
@@ -341,6 +342,7 @@ class Fit:
             StateCopies(coordinator.actors, share=self.config.failure.copy_share),
             build_order=self._build_order,
             checkpoints=self.checkpoints.usable,
+            newest=self.checkpoints.known,
             adopt=self._adopt,
         )
         self._begin_adaptation()

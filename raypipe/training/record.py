@@ -21,6 +21,7 @@ from raypipe.callbacks import events
 from raypipe.callbacks.group import CallbackGroup
 from raypipe.cluster.window import WindowResult
 from raypipe.config import CheckpointMetric, TrainConfig
+from raypipe.errors import FormatError
 from raypipe.network.estimate import NetworkEstimate
 from raypipe.planning.sum_patterns import PatternDecision
 from raypipe.schedules.ir import Schedule
@@ -142,7 +143,7 @@ class RunRecord:
         while self._unwritten:
             try:
                 self._unwritten[0]()
-            except OSError as error:
+            except (OSError, FormatError) as error:  # the latter from plans and traces, for the same reasons
                 if len(self._unwritten) == 1:
                     self.notice(f"{self.folder.name}: the records of the run cannot be written now, and are kept: {error}")
                 return

@@ -8,11 +8,10 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from raypipe.actors.orders import BuildOrder
 from raypipe.actors.stage.checkpoint import Checkpoint
-from raypipe.artifacts.storage import Storage
 from raypipe.callbacks.events import RecoveredFailure
 from raypipe.cluster.coordinator import Coordinator
 from raypipe.cluster.discovery import end_processes, spare_slots, unreached
@@ -31,6 +30,7 @@ from raypipe.training.sums import SumAdaptation
 _LOG = logging.getLogger("raypipe.training.recovery")
 _MOST_TRIES = 6  # of one recovery: another device may be lost meanwhile
 _AVOID_S = 600.0  # for a node on which an actor did not start
+_AVOID_LONGER = 4.0  # times as long, each further time
 _LOOK_S = 5.0  # between two looks for devices that have come back
 _REACH_S = 0.2  # for a node that was lost to take a connection at such a look
 
@@ -40,8 +40,16 @@ class Source:
     """A state to go on from: that behind `update`, and the words for where it lies."""
 
     update: int
-    states: States | Storage | None
+    states: States | Checkpoint | None
     text: str
+
+
+@dataclass(frozen=True)
+class _Avoided:
+    """How long a node is left alone, and from when on it may be used."""
+
+    seconds: float
+    until_s: float
 
 
 @dataclass
@@ -49,10 +57,12 @@ class Recovery:
     """Brings a run back to a whole state after a failure, and counts failures.
 
     A lost actor is replaced on its node, else on one with room; else the run gets a plan for the devices that are left. State comes from
-    the copies in the memory of nodes, else from the last checkpoint, else the run begins anew.
+    the copies in the memory of nodes, else from the last checkpoint; a run that has none begins anew.
 
     Attributes:
         strategy: What runs; another one behind a call of `adopt`, which makes it that of the whole run.
+        checkpoints: Returns those that the run may go back to; raises `OSError` while their storage cannot be reached.
+        newest: Returns the newest of them, which needs no storage.
     """
 
     config: FailureConfig
@@ -63,13 +73,14 @@ class Recovery:
     copies: StateCopies
     build_order: Callable[[], BuildOrder]
     checkpoints: Callable[[], Sequence[Checkpoint]]
+    newest: Callable[[], Checkpoint | None]
     adopt: Callable[[Strategy, int, str], None]
     num_failures: int = 0
     _begin_s: float = field(default_factory=time.monotonic)
     _num_struck: int = 0  # failures of the whole run
     _failed_after: int = -1  # the most updates that were done when something failed
     _raised: set[tuple[str, str, int]] = field(default_factory=set)
-    _unusable: dict[str, float] = field(default_factory=dict)  # nodes on which actors did not start, and when
+    _unusable: dict[str, _Avoided] = field(default_factory=dict)  # nodes on which actors did not start
     _looked_at_s: float = -math.inf
     _lost_nodes: set[str] = field(default_factory=set)  # in the last recovery; Ray may take them for alive for some time
 
@@ -117,6 +128,7 @@ class Recovery:
         seconds = time.monotonic() - since_s
         text = f"recovered in {seconds:.1f} s{changes}; going on from update {source.update} ({source.text})"
         self.copies.drop_after(source.update)
+        self.copies.renew()  # what a lost node held now lies in one place only, and failures come in groups
         self.record.rewind(source.update)
         self.record.add_recovery(RecoveredFailure(update, source.update, source.text, seconds, text, str(first)))
         self.record.notice(text)
@@ -125,6 +137,7 @@ class Recovery:
     def rewind(self, *, update: int) -> int:
         """Take the run, which nothing has struck, back to the newest whole state; return its update."""
         since_s = time.monotonic()
+        self._num_struck += 1  # it goes back as far as behind a failure
         source, _ = self._restore(None, update)
         self.copies.drop_after(source.update)
         self.record.rewind(source.update)
@@ -164,10 +177,12 @@ class Recovery:
         for source in self._sources():
             _LOG.info("restoring update %d from %s", source.update, source.text)
             actors.assign(self.strategy.devices, self.strategy.stages)
-            programs = self.strategy.programs()
+            programs, states = self.strategy.programs(), source.states
             try:
+                if isinstance(states, Checkpoint):
+                    states.check()
                 self.coordinator.restore(
-                    source.states,
+                    states.folder if isinstance(states, Checkpoint) else states,
                     order=self.build_order(),
                     programs=programs,
                     wiring=self.sums.begin(programs),
@@ -178,7 +193,7 @@ class Recovery:
                 actors.rest([])
                 continue
             return source, changes
-        raise AssertionError("a run can always begin anew")
+        raise RunError("none of the run's checkpoints can be used, which stay; `--resume auto` tries again")
 
     def _replace(self, silent: Collection[int] = ()) -> str:
         return self._start_in(self._free_slots(silent))
@@ -188,8 +203,10 @@ class Recovery:
         slots = [member.slot for member in actors.launched]
         # Ray takes a node that is cut off for alive until it has missed some of its reports.
         self._lost_nodes |= end_processes([(slots[number].node, actors.launched_infos[number].pid) for number in silent])
-        lost_nodes = self._lost_nodes | {node_id for node_id, since_s in self._unusable.items() if time.monotonic() - since_s < _AVOID_S}
-        return spare_slots(slots, sorted(actors.gone), resources_per_device(actors.scaling), without=lost_nodes)
+        lost_nodes = self._lost_nodes | {node_id for node_id, avoided in self._unusable.items() if time.monotonic() < avoided.until_s}
+        # A plan says by itself which of its devices are GPUs.
+        needs = resources_per_device(replace(actors.scaling, use_gpu=any(slot.num_gpus for slot in slots)))
+        return spare_slots(slots, sorted(actors.gone), needs, without=lost_nodes)
 
     def _start_in(self, slots: Mapping[int, DeviceSlot]) -> str:
         if not slots:
@@ -197,7 +214,10 @@ class Recovery:
         try:
             self.coordinator.replace(slots)
         except RunError:
-            self._unusable |= {slot.node.node_id: time.monotonic() for slot in slots.values()}
+            for node_id in {slot.node.node_id for slot in slots.values()}:
+                before = self._unusable.get(node_id)
+                seconds = _AVOID_S if before is None else _AVOID_LONGER * before.seconds
+                self._unusable[node_id] = _Avoided(seconds, time.monotonic() + seconds)
             raise
         return f" with new actors on {', '.join(slot.name for slot in slots.values())}"
 
@@ -248,7 +268,12 @@ class Recovery:
         slots = self._free_slots()
         if slots and not self._is_prepared(slots):
             slots, self._looked_at_s = {}, -math.inf
-        if not (changes := self._start_in(slots)) and not is_link_back:
+        try:
+            changes = self._start_in(slots)
+        except RunError as error:
+            self.record.notice(f"update {update}: going on without {', '.join(slot.name for slot in slots.values())}: {error}")
+            changes = ""
+        if not changes and not is_link_back:
             return
         if self.strategy is self._first:
             self.record.notice(f"update {update}: going on{changes}, which have nothing to do yet")
@@ -278,12 +303,25 @@ class Recovery:
         return spares.are_ready(nodes)
 
     def _sources(self) -> Iterator[Source]:
-        """Yield the states to go on from, the newest first; of the same update that in memory."""
-        found = [Source(copy.update, copy.states, "the copies in memory") for copy in self.copies.candidates()]
-        for checkpoint in self.checkpoints():
-            found.append(Source(checkpoint.index.update, checkpoint.folder, f"the checkpoint {checkpoint.path}"))
+        """Yield the states to go on from, the newest first; of the same update that in memory.
+
+        Copies that are as new as any checkpoint need no storage, and come first. Nothing but the beginning is left to a run without
+        checkpoints; one that has some never begins anew because they cannot be read at present.
+        """
+        newest = self.newest()
+        saved = newest.index.update if newest is not None else 0
+        copies = [Source(copy.update, copy.states, "the copies in memory") for copy in self.copies.candidates()]
+        yield from (copy for copy in copies if copy.update >= saved)
+        if newest is None:
+            yield Source(0, None, "the beginning")
+            return
+        found = [copy for copy in copies if copy.update < saved]
+        try:
+            for checkpoint in self.checkpoints():
+                found.append(Source(checkpoint.index.update, checkpoint, f"the checkpoint {checkpoint.path}"))
+        except OSError as problem:
+            self.record.notice(f"the checkpoints cannot be read: {problem}")
         yield from sorted(found, key=lambda source: source.update, reverse=True)
-        yield Source(0, None, "the beginning")
 
 
 def _twice(error: StageRaisedError) -> StageRaisedError:

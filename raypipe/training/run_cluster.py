@@ -91,10 +91,16 @@ def run_topology(config: TrainConfig, coordinator: Coordinator, notice: Notice, 
 
 
 def num_measuring_devices(coordinator: Coordinator, scaling: ScalingConfig) -> int:
-    """Return how many devices measure layers at once: on CPUs those that a node trains concurrently, one of GPUs."""
-    if on_gpus(coordinator.actors.infos):
+    """Return how many devices of the first node measure layers at once: one of GPUs; on CPUs as many as its cores, or twice as many.
+
+    Devices that share a core push each other out of its caches, in training as here.
+    """
+    infos = coordinator.actors.infos
+    if on_gpus(infos):
         return 1
-    return max(coordinator.actors.infos[0].num_cores // scaling.threads_per_device, 1)
+    num_cores = max(infos[0].num_cores // scaling.threads_per_device, 1)
+    node = coordinator.slots[0].node
+    return min(sum(slot.node == node for slot in coordinator.slots), 2 * num_cores)
 
 
 def _gpu_topology(coordinator: Coordinator) -> ClusterTopology:

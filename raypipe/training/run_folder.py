@@ -10,15 +10,16 @@ import math
 import os
 import re
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
+from raypipe.artifacts import codec
 from raypipe.artifacts.checkpoint_files import FOLDER, INDEX, checkpoint_name, finished_folders, remove_checkpoint
 from raypipe.artifacts.storage import Location, Storage
 from raypipe.artifacts.versions import versions
-from raypipe.config import TrainConfig, cache_folder
+from raypipe.config import FORMAT, TrainConfig, cache_folder
 from raypipe.errors import ConfigError, FormatError
 from raypipe.training.run_lock import LOCK
 from raypipe.units import size
@@ -31,6 +32,7 @@ CONFIG = "config.yaml"
 METRICS = "metrics.jsonl"
 _MOST_RUNS = 10_000
 _STATES = 3  # a weight and two moments of the optimizer
+_BLOCK_BYTES = 1 << 16  # of a file that is read from its end
 _UNTIL = re.compile(r".*-until-update-(\d+)\.(?:json|yaml)")
 
 
@@ -200,26 +202,54 @@ class RunFolder:
         return TrainConfig.load(self.file(CONFIG))
 
     def begin(self, config: TrainConfig) -> None:
-        """Write configuration and versions."""
-        config.save(self.file(CONFIG))
+        """Write configuration and versions, also at a URI: whoever looks for a run to go on with sees this one from now on.
+
+        Raises:
+            ConfigError: They cannot be written.
+        """
+        self._write_start(config)
+        try:
+            self.publish()
+        except OSError as error:
+            raise ConfigError(f"{self.name} cannot be written ({error.strerror or error}); try again, or check run.storage_path") from None
+
+    def _write_start(self, config: TrainConfig) -> None:
+        self._write_config(CONFIG, codec.to_yaml(config, format_name=FORMAT).encode())
         self.write_json("versions.json", versions())
         self.file(FAILURE).unlink(missing_ok=True)
 
+    def _write_config(self, name: str, content: bytes) -> None:
+        # Whole or not at all, whatever ends the process or the machine: its folder is known by it.
+        records = Storage.at(self.path)
+        try:
+            records.write(name, content)
+            records.sync()
+        except OSError as error:
+            problem = f"{self.file(name)} cannot be written ({error.strerror or error})"
+            raise ConfigError(f"{problem}; make room there, or check that the folder is yours") from None
+
     def continue_from(self, config: TrainConfig, *, update: int) -> None:
-        """Write what runs after an update; rename what ran before, drop what ran after."""
+        """Write what runs after an update; rename what ran before, drop what ran after.
+
+        Raises:
+            ConfigError: The configuration cannot be written; the earlier one is still there then.
+        """
         self._drop_after(update)
         for name in (CONFIG, "plan.json", FAILURE):
             path = self.file(name)
             kept = self.file(f"{path.stem}-until-update-{update:06d}{path.suffix}")
             # An earlier resume from this update already kept what led to it; what ran since led to no checkpoint.
             if path.exists() and not kept.exists():
-                path.rename(kept)
-        self.begin(config)
+                if name == CONFIG:  # until the new one takes its place: a folder without it would not be known for a run's
+                    self._write_config(kept.name, path.read_bytes())
+                else:
+                    path.rename(kept)
+        self._write_start(config)
 
     def restart(self, config: TrainConfig) -> None:
         """Begin again in the folder of a run that ended before its first checkpoint."""
         self._drop_after(0)
-        self.begin(config)
+        self._write_start(config)
 
     def check_room(self, weight_bytes: int, *, num_to_keep: int, notice: Callable[[str], None]) -> None:
         """Refuse a disk without room for one checkpoint of so many bytes of weights; tell `notice` of one without room for all.
@@ -277,8 +307,7 @@ class RunFolder:
         with self.file(name).open("ab", buffering=0) as file:
             end = file.seek(0, os.SEEK_END)
             try:
-                if file.write(content) != len(content):
-                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.file(name)))
+                _write_whole(file, content, self.file(name))
             except OSError:
                 with contextlib.suppress(OSError):
                     file.truncate(end)
@@ -293,7 +322,12 @@ class RunFolder:
 
         Figures that callbacks logged at the update stay: not all of their events come again.
         """
-        _keep_lines(self.file(METRICS), lambda line: line["update"] < update + ("validation_loss" not in line))
+        _keep_lines_at_end(
+            self.file(METRICS),
+            lambda line: line["update"] < update + ("validation_loss" not in line),
+            # Lines of training come in order, each behind whatever tells of earlier updates; those of callbacks may come late.
+            is_last=lambda line: "loss" in line and line["update"] < update,
+        )
 
     def _drop_after(self, update: int) -> None:
         # A resumed run repeats the decision that followed its checkpoint.
@@ -324,19 +358,35 @@ def _records(storage: Storage) -> Path:
 
 
 def _is_of(name: str, folder: Storage) -> bool:
-    # `gpt-2` may be the second run of `gpt`, or one called `gpt-2`.
+    # `gpt-2` may be the second run of `gpt`, or one called `gpt-2`. One that cannot be told is not passed over: a new run would begin
+    # beside it, and be the newest from then on.
+    path = f"{folder.name}/{CONFIG}"
     try:
-        return TrainConfig.from_text(folder.read(CONFIG).decode(), path=f"{folder.name}/{CONFIG}").run.name == name
-    except (OSError, UnicodeDecodeError, FormatError):
-        return False
+        if folder.size(CONFIG) is None and not finished_folders(folder):
+            return False
+        return TrainConfig.from_text(folder.read(CONFIG).decode(), path=path).run.name == name
+    except (OSError, UnicodeDecodeError, FormatError) as error:
+        raise ConfigError(
+            f"{path} cannot be read ({getattr(error, 'strerror', None) or error}), so that it is not known whether {folder.name} is the "
+            f"folder of a run called {name!r}; try again, restore the file (a config-until-update-*.yaml beside it is an earlier one), "
+            "or move the folder out of run.storage_path"
+        ) from None
 
 
 def _lines(path: Path) -> list[dict[str, Any]]:
-    lines: list[dict[str, Any]] = []
-    for text in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else ():
-        with contextlib.suppress(json.JSONDecodeError):
-            lines.append(json.loads(text))
-    return lines
+    if not path.exists():
+        return []
+    with path.open("rb") as file:
+        return [line for text in file if (line := _parsed(text)) is not None]
+
+
+def _parsed(text: bytes) -> dict[str, Any] | None:
+    # `None` for a line that is only half written.
+    try:
+        line: dict[str, Any] | None = json.loads(text.decode(errors="replace"))
+    except json.JSONDecodeError:
+        return None
+    return line
 
 
 def _keep_lines(path: Path, wanted: Callable[[dict[str, Any]], bool]) -> None:
@@ -344,5 +394,56 @@ def _keep_lines(path: Path, wanted: Callable[[dict[str, Any]], bool]) -> None:
     if not path.exists():
         return
     beside = path.with_suffix(".partial")
-    beside.write_text("".join(f"{json.dumps(line)}\n" for line in _lines(path) if wanted(line)), encoding="utf-8")
+    with path.open("rb") as file, beside.open("wb") as kept:
+        kept.writelines(text.rstrip(b"\n") + b"\n" for text in file if (line := _parsed(text)) is not None and wanted(line))
     beside.replace(path)
+
+
+def _keep_lines_at_end(path: Path, wanted: Callable[[dict[str, Any]], bool], *, is_last: Callable[[dict[str, Any]], bool]) -> None:
+    """Drop lines as `_keep_lines` does, but read from the end, and no further than the last line of those that all stay.
+
+    What stays behind that line is written in place, where a full disk has room for it.
+    """
+    texts: list[bytes] = []
+    begin = 0
+    try:
+        with path.open("rb") as file:
+            for begin, text in _from_end(file):  # noqa: B007  # where the last of them begins
+                if (line := _parsed(text)) is not None and wanted(line):
+                    texts.append(text + b"\n")
+                    if is_last(line):
+                        break
+            else:
+                begin = 0
+            num_bytes = file.seek(0, os.SEEK_END)
+    except FileNotFoundError:
+        return
+    content = b"".join(reversed(texts))
+    if begin + len(content) == num_bytes:
+        return  # all of them stay
+    with path.open("r+b", buffering=0) as file:
+        file.seek(begin)
+        _write_whole(file, content, path)
+        file.truncate()
+
+
+def _from_end(file: BinaryIO) -> Iterator[tuple[int, bytes]]:
+    """Yield where each line that is not empty begins, and the line, from the last one to the first."""
+    begin, head = file.seek(0, os.SEEK_END), b""
+    while begin:
+        end, begin = begin, max(begin - _BLOCK_BYTES, 0)
+        file.seek(begin)
+        head, *texts = (file.read(end - begin) + head).split(b"\n")
+        place = begin + len(head) + sum(len(text) + 1 for text in texts)
+        for text in reversed(texts):
+            place -= len(text)
+            if text:
+                yield place, text
+            place -= 1
+    if head:
+        yield 0, head
+
+
+def _write_whole(file: BinaryIO, content: bytes, path: Path) -> None:
+    if file.write(content) != len(content):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))

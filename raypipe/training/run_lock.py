@@ -73,9 +73,9 @@ def living_owner(folder: Storage) -> LockOwner | None:
     return None if is_gone else owner
 
 
-def _owner(folder: Storage) -> LockOwner:
-    text = folder.read(LOCK).decode(errors="replace")
-    return codec.from_json(LockOwner, text, path=f"{folder.name}/{LOCK}", format_name=FORMAT)
+def _owner(folder: Storage, name: str = LOCK) -> LockOwner:
+    text = folder.read(name).decode(errors="replace")
+    return codec.from_json(LockOwner, text, path=f"{folder.name}/{name}", format_name=FORMAT)
 
 
 class RunLock:
@@ -144,11 +144,10 @@ class RunLock:
 
     def _take_over(self, notice: Callable[[str], None]) -> None:
         try:
-            owner: LockOwner | None = self._read()
-        except FormatError:
-            owner = None  # its owner is just writing it, or was killed there
+            seen = self._look(LOCK)
         except FileNotFoundError:
-            owner = None
+            seen = None, 0.0
+        owner, _ = seen
         is_gone = owner.is_gone if owner is not None else None
         silent_s = self._silent_s()
         if is_gone is False or (is_gone is None and silent_s < self._stale_s):
@@ -156,16 +155,47 @@ class RunLock:
                 f"{self.folder.name} is being written by {owner or 'another process'}, which gave a sign of life {silent_s:.0f} s ago; "
                 "wait for its end, stop it, or choose another run.name"
             )
-        with contextlib.suppress(FileNotFoundError):
-            self.folder.remove(LOCK)
-        if not self._make():
+        if not self._remove_stale(seen) or not self._make():
             raise ConfigError(f"{self.folder.name} is being written by another process, which has just begun; wait for its end")
         gone = "which has ended" if is_gone else f"which has been silent for {silent_s:.0f} s"
         notice(f"{self.folder.name} was locked by {owner or 'a process'}, {gone}: taken over")
 
+    def _look(self, name: str) -> tuple[LockOwner | None, float]:
+        """Return the owner of a lock, `None` if its owner is just writing it or was killed there, and when it was last written."""
+        changed_s = self.folder.changed_s(name)
+        try:
+            return _owner(self.folder, name), changed_s
+        except FormatError:
+            return None, changed_s
+
+    def _remove_stale(self, seen: tuple[LockOwner | None, float]) -> bool:
+        """Remove the lock that was seen; return `False` if it is another one now, since another process has taken it over meanwhile."""
+        if not self.folder.is_local:
+            with contextlib.suppress(FileNotFoundError):
+                self.folder.remove(LOCK)
+            return True
+        # Of several processes that rename it one succeeds, and only then is it sure whose lock that was.
+        lock, aside = (Path(self.folder.path, name) for name in (LOCK, self._own_name))
+        try:
+            lock.rename(aside)
+        except FileNotFoundError:
+            return False
+        is_same = False
+        try:
+            is_same = self._look(aside.name) == seen
+        finally:
+            if not is_same:
+                _put_back(aside, lock)
+            aside.unlink(missing_ok=True)
+        return is_same
+
+    @property
+    def _own_name(self) -> str:
+        return f"{LOCK}.{self.owner.token}"
+
     def _silent_s(self) -> float:
         # Both times are those of whoever keeps the files.
-        name = f"{LOCK}.{self.owner.token}"
+        name = self._own_name
         self.folder.write(name, b"")
         try:
             return self.folder.changed_s(name) - self.folder.changed_s(LOCK)
@@ -191,6 +221,16 @@ class RunLock:
             os.utime(Path(self.folder.path, LOCK))
         else:
             self.folder.write(LOCK, codec.to_json(self.owner, format_name=FORMAT).encode())
+
+
+def _put_back(aside: Path, lock: Path) -> None:
+    # A process that began in this very moment keeps the lock that it has made: the owner of the other learns so when it renews it.
+    try:
+        os.link(aside, lock)
+    except FileExistsError:
+        pass
+    except OSError:  # the file system has no hard links
+        aside.rename(lock)
 
 
 def _machine() -> str:

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import logging
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 
+from raypipe.actors.actor_info import ActorInfo
 from raypipe.actors.execution.programs import executable_programs
 from raypipe.actors.execution.report import SpanLog, WindowReport
 from raypipe.actors.measure.flows import Readings
 from raypipe.artifacts.topology import ClusterTopology, Device, Link, Node
 from raypipe.artifacts.trace import Source, Span, SpanKind, Trace
-from raypipe.cluster.link_monitor import IDLE_S, LinkWatch
+from raypipe.cluster.link_monitor import IDLE_S, LinkMonitor, LinkWatch
+from raypipe.cluster.stage_actors import StageActors
 from raypipe.cluster.window import WindowResult
 from raypipe.errors import TransportTimeoutError
 from raypipe.schedules.catalogue import build
@@ -23,6 +27,7 @@ from raypipe.schedules.request import ScheduleRequest
 NODES = ("10.0.0.1", "10.0.0.2")
 COMPUTE_S, CARRY_S = 0.01, 0.04
 NUM_BYTES = 100_000
+INFO = ActorInfo(node_id="", ip="10.0.0.1", hostname="host", pid=1, num_cores=2, memory_bytes=1 << 30, shares_memory=True)
 
 
 def window(*, ahead_s: tuple[float, float] = (0.0, 0.0), offsets_s: tuple[float, ...] = ()) -> WindowResult:
@@ -179,3 +184,17 @@ def test_a_link_whose_probe_fails_is_probed_by_other_devices_of_its_nodes() -> N
     assert watch.devices(pair) == (1, 2)
     watch.failed(pair, "device a/1 does not answer", now_s=0.0)
     assert watch.devices(pair) == (0, 2)
+
+
+@pytest.mark.parametrize("gpus", [(), ("GPU-1",)], ids=["CPU devices", "GPUs"])
+def test_links_of_gpus_are_not_probed_over_tcp(monkeypatch: pytest.MonkeyPatch, gpus: tuple[str, ...]) -> None:
+    members = [SimpleNamespace(slot=SimpleNamespace(name=f"{node}/0", node=SimpleNamespace(address=node))) for node in NODES]
+    infos = [replace(INFO, node_id=node, gpus=gpus) for node in NODES]
+    monitor = LinkMonitor(cast("StageActors", SimpleNamespace(run="run", launched=members, members=members, infos=infos)))
+    probed: list[tuple[str, str]] = []
+    monkeypatch.setattr(monitor, "probe", lambda *pair: probed.append(pair))
+    monkeypatch.setattr(LinkWatch, "doubted", lambda *_, **__: [NODES])
+    monkeypatch.setattr(LinkWatch, "due", lambda *_, **__: NODES[::-1])
+    monitor.after_window(window())
+    assert probed == ([] if gpus else [NODES, NODES[::-1]])
+    assert monitor.estimate.links[NODES].num_transfers, "its messages tell of it all the same"

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 import ray
+from ray.exceptions import RayError
 
 from raypipe.cluster.slots import ClusterNode, DeviceSlot
 from raypipe.cluster.stage_actors import StageActors
-from raypipe.cluster.state_copies import StateCopies
+from raypipe.cluster.state_copies import StateCopies, StateCopy
 from raypipe.cluster.states import within_reach
 
 HOLDERS = {"a's": {"a"}, "b's": {"b"}, "of b and c": {"b", "c"}, "small": set[str]()}
@@ -93,5 +95,32 @@ def test_a_window_that_is_run_again_is_beside_copies_that_are_still_fetched(monk
     copies = StateCopies(actors("abc"), share=0.05)
     copies._fetching = {"call": ("a", "b")}
     monkeypatch.setattr(ray, "wait", lambda calls, **_: (calls, []) if is_there else ([], calls))
+    monkeypatch.setattr(ray, "get", lambda _: None)
     copies.drop_after(1)
     assert copies._is_beside is not is_there
+
+
+def test_a_copy_that_a_node_failed_to_fetch_is_given_up_and_the_one_before_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    def get(_: object) -> None:
+        raise RayError("the keeper is gone")
+
+    monkeypatch.setattr(ray, "wait", lambda calls, **_: (calls, []))
+    monkeypatch.setattr(ray, "get", get)
+    copies = StateCopies(actors("abc"), share=0.05)
+    copies._kept = [StateCopy(1, {}), StateCopy(2, {})]
+    copies._fetching = {"call": ("a", "b")}
+    assert not copies._is_fetching()
+    assert [copy.update for copy in copies.candidates()] == [1]
+
+
+def test_copies_that_are_renewed_do_not_wait_for_their_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    taken: list[int] = []
+    copies = StateCopies(actors("abc"), share=0.05)
+    monkeypatch.setattr(copies, "_take", taken.append)
+    copies._pace.note_wait(1e6)
+    copies._taken_at_s = time.monotonic()
+    for update in range(1, 4):
+        if update == 2:
+            copies.renew()
+        copies.after_window(update, seconds=1.0, num_updates=1, mtbf_s=0.0)
+    assert taken == [2]

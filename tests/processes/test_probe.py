@@ -5,7 +5,10 @@ from __future__ import annotations
 import itertools
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 
@@ -24,10 +27,16 @@ from raypipe.actors.measure.flows import (
 )
 from raypipe.actors.measure.links import Links
 from raypipe.actors.transport.secret import StoreAddress
+from raypipe.actors.transport.store import StoreClient
+from raypipe.cluster.actor_group import ActorGroup, Member
+from raypipe.cluster.link_monitor import LinkMonitor
+from raypipe.cluster.slots import ClusterNode, DeviceSlot
+from raypipe.cluster.stage_actors import StageActors
 from raypipe.errors import RunError, TransportError, TransportTimeoutError
 from raypipe.network.clocks import offset
 from raypipe.network.fit import fit
 from tests.processes.fake_nccl import FakeNccl, Network
+from tests.processes.transport_contract import becomes_true
 
 PING = Ping(seconds=0.05, most_bytes=4 * LEAST_PING_BYTES)
 _runs = itertools.count()
@@ -108,6 +117,52 @@ def test_flows_run_at_the_same_time_in_both_directions(pair: Pair, store: StoreA
     assert fit(round_trips(back[0]), link="back").bandwidth_bytes_per_s > 0
     again, _ = run(pair, *flows)
     assert len(again[1].first_s) == 30
+
+
+class Actors(ActorGroup):
+    """Two stage actors on two nodes, as far as probes of links see them: threads of this process."""
+
+    run = "run"
+
+    def __init__(self, pair: Pair, threads: ThreadPoolExecutor) -> None:
+        nodes = [ClusterNode(f"id {end.device}", f"node {end.device}") for end in pair]
+        super().__init__([Member(Handle(end, threads), DeviceSlot(node, node.name)) for end, node in zip(pair, nodes, strict=True)])
+        self.launched = self.members
+        self.launched_infos = [SimpleNamespace(ip="127.0.0.1") for _ in pair]
+
+    def dead(self, numbers: tuple[int, ...], *, timeout_s: float) -> list[int]:
+        return []
+
+
+class Handle:
+    def __init__(self, end: Links, threads: ThreadPoolExecutor) -> None:
+        self.probe_link = self
+        self._end, self._threads = end, threads
+
+    def remote(self, connection: FlowConnection, flow: Flow, *, host_ip: str) -> Future[Readings]:
+        def probe() -> Readings:
+            self._end.connect([connection], host_ip=host_ip)
+            return self._end.run([flow])[0]
+
+        return self._threads.submit(probe)
+
+
+def test_probes_between_windows_leave_nothing_in_the_store(loopback: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("raypipe.cluster.actor_group.ray.util.get_node_ip_address", lambda: "127.0.0.1")
+    monkeypatch.setattr("raypipe.cluster.link_monitor.ray.get", lambda answer, timeout: answer.result(timeout))
+    with closing(Links(0)) as first, closing(Links(1)) as second, ThreadPoolExecutor(2) as threads:
+        actors = Actors((first, second), threads)
+        with closing(StoreClient(actors.open_store(), device=0, check=lambda: None)) as client:
+            client.set("run/0/ready/0", "of the run")
+            monitor = LinkMonitor(cast(StageActors, actors))
+            (link,) = (link for (source, _), link in monitor.estimate.links.items() if source == "node 0")
+            for _ in range(3):
+                before_s = link.seen_at_s
+                monitor.probe("node 0", "node 1")
+                assert link.seen_at_s > before_s
+                assert becomes_true(lambda: client.num_keys() == 1, within_s=15.0)
+            assert client.check(["run/0/ready/0"])
+        actors.close_store()
 
 
 def test_a_device_that_does_not_come_is_named(pair: Pair, store: StoreAddress) -> None:

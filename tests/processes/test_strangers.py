@@ -186,6 +186,17 @@ def test_ten_thousand_calls_of_garbage_leave_the_store_as_it_was(caplog: pytest.
     assert sum("refused" in record.message for record in caplog.records) <= 5
 
 
+def test_the_store_forgets_the_names_that_nobody_needs_any_more() -> None:
+    with StoreServer("127.0.0.1", secret=Secret.new()) as server:
+        client = StoreClient(server.address, device=0, check=lambda: None)
+        for name in ("run/1/ready/0", "run/link 0-1, probe 1/ready/0", "run/link 1-0, probe 2/ready/1"):
+            client.set(name, "value")
+        server.drop("run/link ")
+        assert becomes_true(lambda: client.num_keys() == 1, within_s=15.0)
+        assert client.get("run/1/ready/0") == b"value"
+        client.close()
+
+
 def test_callers_that_wait_keep_nobody_out(monkeypatch: pytest.MonkeyPatch) -> None:
     with StoreServer("127.0.0.1", secret=Secret.new()) as server:
         address = (server.address.host, server.address.port)

@@ -138,13 +138,21 @@ def test_the_rows_are_those_that_the_microbatch_looks_up() -> None:
 
 
 class Clock:
-    """Stands in for `time`: only sleeping takes any."""
+    """Stands in for `time`: only sleeping takes any, and waiting for a core."""
 
     def __init__(self) -> None:
         self.now_s = 0.0
+        self.waited_s = 0.0
 
     def perf_counter(self) -> float:
         return self.now_s
+
+    def thread_time(self) -> float:
+        return 0.0
+
+    def wait_for_core(self, wait_s: float) -> None:
+        self.now_s += wait_s
+        self.waited_s += wait_s
 
     def sleep(self, wait_s: float) -> None:
         self.now_s += wait_s
@@ -156,6 +164,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     made = Clock()
     for module in ("raypipe.actors.devices", "raypipe.models.waiting"):
         monkeypatch.setattr(f"{module}.time", made)
+    monkeypatch.setattr("raypipe.actors.devices._waited_s", lambda: made.waited_s)
     return made
 
 
@@ -168,6 +177,27 @@ def test_times_are_those_that_layers_take() -> None:
         assert (layer.forward_s, layer.backward_s, layer.weight_grad_s) == pytest.approx((0.004, 0.014, 0.006))
         assert layer.spread == pytest.approx(0.0)
         assert layer.split_s == pytest.approx(0.0)
+
+
+class Preempted(nn.Module):
+    """Works for a while, and then waits for a core."""
+
+    def __init__(self, clock: Clock) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH, dtype=torch.float64)
+        self.clock = clock
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.clock.sleep(0.004)
+        self.clock.wait_for_core(0.002)
+        out: Tensor = self.linear(x)
+        return out
+
+
+def test_while_a_layer_has_no_core_no_time_counts(clock: Clock) -> None:
+    entry = Layer("entry", partial(nn.Linear, WIDTH, WIDTH, dtype=torch.float64), inputs=(), batch=("inputs",))
+    model = Model((entry, Layer("preempted", partial(Preempted, clock)), Layer("exit", nn.Identity)), mean)
+    assert measure(model, batch("inputs"))[1].forward_s == pytest.approx(0.004)
 
 
 class Checkpointed(nn.Module):

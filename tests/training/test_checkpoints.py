@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from ray.exceptions import RayError
 
 from raypipe.actors.stage.checkpoint import Checkpoint
 from raypipe.actors.stage.state import packed
@@ -190,18 +191,57 @@ def test_the_copy_in_memory_is_written_where_no_time_is_left_for_the_window(tmp_
     run.checkpoints.wait()
     monkeypatch.setattr("raypipe.training.checkpoints.ray.get", lambda parts, **_: parts)
     states = {update: packed({"weight": torch.full((3,), float(update))}) for update in (5, 10, 15)}
-    run.checkpoints.save_copy([StateCopy(5, {0: [states[5]]})])
+    run.checkpoints.save_copy([StateCopy(5, {0: [states[5]]})], reason="no time is left")
     assert run.saved() == [5], "that is saved already"
-    run.checkpoints.save_copy([StateCopy(15, {0: [states[15]]}), StateCopy(10, {0: [states[10]]})])
-    assert run.told[-1] == "no time is left for this window: writing the copy of update 15 that is in memory"
+    run.checkpoints.save_copy([StateCopy(15, {0: [states[15]]}), StateCopy(10, {0: [states[10]]})], reason="no time is left")
+    assert run.told[-1] == "no time is left: writing the copy of update 15 that is in memory"
     newest = Checkpoint.latest(run.folder.path)
     assert newest is not None
     assert newest == run.checkpoints.newest
     assert newest.index.update == 15
     assert newest.load_layer(0)["weight"].tolist() == [15.0, 15.0, 15.0]
-    run.checkpoints.save_copy([StateCopy(20, {0: [packed({"weight": torch.tensor([math.inf])})]})])
+    run.checkpoints.save_copy([StateCopy(20, {0: [packed({"weight": torch.tensor([math.inf])})]})], reason="no time is left")
     assert "update 20 was not saved: weight in layer-0000-a.safetensors is infinite" in run.told[-1]
     assert not run.events, "the run is not between windows"
+
+
+def test_where_parts_of_the_newest_copy_are_lost_the_one_before_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Run(tmp_path, monkeypatch)
+    lost = object()
+
+    def get(parts: list[Any], **_: object) -> list[Any]:
+        if lost in parts:
+            raise RayError("its node is gone")
+        return parts
+
+    monkeypatch.setattr("raypipe.training.checkpoints.ray.get", get)
+    whole = StateCopy(10, {0: [packed({"weight": torch.ones(3)})]})
+    run.checkpoints.save_copy([StateCopy(15, {0: [lost]}), whole], reason="the run fails")
+    assert run.checkpoints.newest is not None
+    assert run.checkpoints.newest.index.update == 10
+    assert "update 15 was not saved: its node is gone" in run.told[-2]
+
+
+def test_a_checkpoint_that_takes_long_is_told_and_given_up_at_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run, looked = Run(tmp_path, monkeypatch), threading.Semaphore(0)
+
+    def wait(calls: list[Any], **_: object) -> tuple[list[Any], list[Any]]:
+        assert looked.acquire(timeout=20)
+        return [], calls
+
+    monkeypatch.setattr("raypipe.training.checkpoints.ray.wait", wait)
+    monkeypatch.setattr("raypipe.training.checkpoints.dead", lambda *_, **__: [])
+    run.save(1)
+    looked.release()
+    run.clock_s += 301
+    run.checkpoints.poll()
+    run.checkpoints.poll()
+    told = [text for text in run.told if "is being written for 301 s" in text]
+    assert len(told) == 1, "once in five minutes"
+    run.clock_s += 3600
+    looked.release(10)
+    run.checkpoints.wait()
+    assert "update 1 was not saved: node/0 did not write it within 3600 s" in run.told[-1]
 
 
 def test_a_checkpoint_is_told_between_windows_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

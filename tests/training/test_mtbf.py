@@ -37,6 +37,7 @@ def test_copies_are_told_of_all_failures_and_of_none_where_something_is_missing(
         copies=cast(Any, told),
         build_order=cast(Any, None),
         checkpoints=lambda: (),
+        newest=lambda: None,
         adopt=cast(Any, None),
     )
     recovery._begin_s = now_s

@@ -6,7 +6,9 @@ import os
 import pickle
 import subprocess
 import sys
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,7 +18,7 @@ from pyarrow import fs
 from raypipe.artifacts import codec
 from raypipe.artifacts.storage import Storage
 from raypipe.errors import ConfigError, RunTakenOverError
-from raypipe.training.run_lock import FORMAT, LOCK, LockOwner, RunLock
+from raypipe.training.run_lock import FORMAT, LOCK, LockOwner, RunLock, _put_back
 
 HOST = os.uname().nodename
 
@@ -142,6 +144,74 @@ def test_a_half_written_lock_is_stale_only_after_a_while(tmp_path: Path) -> None
     mine = lock(of)
     mine.acquire(told.append)
     mine.release()
+
+
+def test_of_two_that_find_a_stale_lock_one_takes_it_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    of, told = Storage.at(tmp_path), list[str]()
+    held_by(of, replace(LockOwner.here(), began="1"))
+    first, second = lock(of), lock(of)
+    has_looked, is_taken = threading.Event(), threading.Event()
+    silent_s = RunLock._silent_s
+
+    def after_looking(which: RunLock) -> float:
+        found = silent_s(which)
+        if which is second:
+            has_looked.set()
+            assert is_taken.wait(20)
+        return found
+
+    monkeypatch.setattr(RunLock, "_silent_s", after_looking)
+    with ThreadPoolExecutor(1) as threads:
+        late = threads.submit(second.acquire, told.append)
+        assert has_looked.wait(20)
+        first.acquire(told.append)
+        is_taken.set()
+        with pytest.raises(ConfigError, match="is being written by another process"):
+            late.result(20)
+    assert of.names() == [LOCK]
+    assert first.owner.token in (tmp_path / LOCK).read_text()
+    first.check()
+    first.release()
+    assert len(told) == 1
+    assert of.names() == []
+
+
+@pytest.mark.parametrize("is_gone", [False, True], ids=["another is writing it", "another has taken it"])
+def test_a_half_written_lock_is_not_taken_from_one_who_makes_it_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_gone: bool
+) -> None:
+    of = Storage.at(tmp_path)
+    (tmp_path / LOCK).write_bytes(b"{")
+    os.utime(tmp_path / LOCK, (time.time() - 100,) * 2)
+    silent_s = RunLock._silent_s
+
+    def then_another_comes(which: RunLock) -> float:
+        found = silent_s(which)
+        (tmp_path / LOCK).unlink()
+        if not is_gone:
+            (tmp_path / LOCK).write_bytes(b"")
+        return found
+
+    monkeypatch.setattr(RunLock, "_silent_s", then_another_comes)
+    with pytest.raises(ConfigError, match="is being written by another process"):
+        lock(of).acquire(print)
+    assert of.names() == ([] if is_gone else [LOCK])
+
+
+def test_a_lock_is_put_back_also_without_hard_links_and_never_over_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    aside, kept = tmp_path / "aside", tmp_path / LOCK
+    aside.write_text("taken")
+    kept.write_text("new")
+    _put_back(aside, kept)
+    assert kept.read_text() == "new"
+    kept.unlink()
+
+    def refused(*_: object) -> None:
+        raise PermissionError
+
+    monkeypatch.setattr("raypipe.training.run_lock.os.link", refused)
+    _put_back(aside, kept)
+    assert kept.read_text() == "taken"
 
 
 def test_a_folder_that_cannot_be_written_is_refused(tmp_path: Path) -> None:

@@ -14,10 +14,19 @@ from raypipe.errors import PlanError
 from raypipe.models.mlp import mlp
 from raypipe.schedules.metrics import metrics
 from raypipe.training.checks import check_alike, check_staleness
+from raypipe.training.run_cluster import num_measuring_devices
 from raypipe.training.strategy import NamedStrategy
 
 DEPTH = 6
-COORDINATOR = cast("Coordinator", SimpleNamespace(actors=SimpleNamespace(infos=[SimpleNamespace(num_cores=1, gpus=())])))
+
+
+def coordinator(*nodes: str, num_cores: int = 1) -> Coordinator:
+    """A coordinator of CPU devices on these nodes."""
+    infos, slots = [SimpleNamespace(num_cores=num_cores, gpus=())], [SimpleNamespace(node=node) for node in nodes]
+    return cast("Coordinator", SimpleNamespace(actors=SimpleNamespace(infos=infos), slots=slots))
+
+
+COORDINATOR = coordinator("a")
 
 
 def unequal(num_layers: int) -> ModelProfile:
@@ -66,3 +75,10 @@ def test_devices_of_two_sorts_are_refused_in_one_run() -> None:
     check_alike(topology, ["n/2", "n/3"])
     with pytest.raises(PlanError, match=r"device 'n/1' is a CPU slot, 'n/3' a GPU"):
         check_alike(topology, ["n/1", "n/3"])
+
+
+@pytest.mark.parametrize(("nodes", "num_cores", "threads", "expected"), [("aaaa", 1, 1, 2), ("aaab", 8, 1, 3), ("aaaa", 4, 4, 2)])
+def test_as_many_devices_of_a_node_measure_at_once_as_train_there_but_two_for_a_core_at_most(
+    nodes: str, num_cores: int, threads: int, expected: int
+) -> None:
+    assert num_measuring_devices(coordinator(*nodes, num_cores=num_cores), ScalingConfig(threads_per_device=threads)) == expected
