@@ -78,7 +78,7 @@ def _of_time_to_loss(optimizer: str) -> Iterator[Point]:
     rate = FOUND.best_rate("gpt", optimizer)
     assert rate is not None, "there are synchronous runs"
     for case, delays in late_delays(optimizer).items():
-        more = FOUND.more_updates("gpt", optimizer, delays)
+        more = FOUND.more_updates("gpt", optimizer, delays, of_same_order=True)
         if more is not None:
             more_loss = fmean(differences(optimizer, rate, delays, 0).values())
             yield Point(case, delays_of(FOUND.store.folder, delays).mean_delay, more_loss, more)

@@ -41,6 +41,14 @@ class Found:
             optimizer = without_corrections(optimizer)
         return {cell["seed"]: last(cell) for cell in self.curves(task, optimizer, num_updates) if wanted.items() <= cell.items()}
 
+    def on_time(self, task: str, optimizer: str, rate: float, delays: str) -> dict[int, float]:
+        """Return the losses of the same order with all updates drained, or else of any synchronous one.
+
+        Orders that divide rows into other microbatches round otherwise, which alone moves runs apart.
+        """
+        drained = self.losses(task, optimizer, rate, delays, self.num_updates)
+        return self.losses(task, optimizer, rate, synchronous_delays(self.store, task)) | drained
+
     def best_rate(self, task: str, optimizer: str) -> float | None:
         """Return the rate with the least synchronous loss of seed 0."""
         without = synchronous_delays(self.store, task)
@@ -72,18 +80,22 @@ class Found:
         late = self.num_updates - start
         return float(start * cell["drained_s"] + late * cell["update_s"]) / self.num_updates
 
-    def more_updates(self, task: str, optimizer: str, delays: str, start: int = 0) -> float | None:
-        """Return how many times as many updates a late schedule needs for the synchronous loss: exp(difference / b), L = a - b ln N."""
+    def more_updates(self, task: str, optimizer: str, delays: str, start: int = 0, *, of_same_order: bool = False) -> float | None:
+        """Return how many times as many updates a late schedule needs for the synchronous loss: exp(difference / b), L = a - b ln N.
+
+        The difference is that to the synchronous losses, or to those `on_time`.
+        """
         rate, without = self.best_rate(task, optimizer), synchronous_delays(self.store, task)
         if rate is None:
             return None
         late, synchronous = self.losses(task, optimizer, rate, delays, start), self.losses(task, optimizer, rate, without)
+        base = self.on_time(task, optimizer, rate, delays) if of_same_order else synchronous
         half = self.losses(task, optimizer, rate, without, num_updates=self.num_updates // 2)
-        seeds = late.keys() & synchronous.keys()
+        seeds = late.keys() & base.keys()
         if not seeds or 0 not in half or 0 not in synchronous:
             return None
         slope = (half[0] - synchronous[0]) / math.log(2)
-        return math.exp(fmean(late[seed] - synchronous[seed] for seed in seeds) / slope)
+        return math.exp(fmean(late[seed] - base[seed] for seed in seeds) / slope)
 
 
 def last(cell: dict[str, Any]) -> float:
