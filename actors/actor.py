@@ -359,7 +359,7 @@ class StageActor:
             timeout_s=order.message_timeout_s,
         )
         if self._on.type != "cpu":
-            self._executor.warm_up(stages.sample())
+            self._executor.warm_up(stages.sample(), self._programs.values(), stages.optimizers)
         self._strike(CONNECT, order.number)
         self._transport.connect()
 

@@ -30,6 +30,8 @@ class DeviceStages:
         self.order = order
         self.model = loss_in_float32(order.model(), order.precision)
         self.weights: dict[int, Weights] = {}
+        self.optimizers: dict[int, Optimizer] = {}
+        """What has made the optimizer of each stage."""
         self.primary: frozenset[int] = frozenset()
         """Stages whose first copy is on this device; only it saves and exports them."""
         self._snapshot = Snapshot()
@@ -60,6 +62,7 @@ class DeviceStages:
             make: Optimizer = partial(build_optimizer, order.optimizer, function=order.optimizer_function)
             if order.make_optimizer:
                 make = partial(order.make_optimizer, stage)
+            self.optimizers[stage] = make
             self.weights[stage] = build_stage(
                 self.model,
                 order.cut,

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -27,7 +27,7 @@ from raypipe.actors.execution.updates import LearningRate, Updates, divide_weigh
 from raypipe.actors.execution.warm_up import warm_up
 from raypipe.actors.stage.backward import disable_buffer_donation
 from raypipe.actors.stage.gradient_flow import EdgeSpecs
-from raypipe.actors.stage.weights import Weights
+from raypipe.actors.stage.weights import Optimizer, Weights
 from raypipe.actors.transport.protocol import Transport
 from raypipe.artifacts.branches import cut_branches
 from raypipe.artifacts.cut import Cut
@@ -41,6 +41,7 @@ _LEAST_WAIT_S = 1e-3  # for rows; what takes less, such as rows of a file in mem
 _READING = frozenset({OpKind.FORWARD, OpKind.RECOMPUTE})
 _KEPT_UPDATES = 2  # forwards of the next update may come before the last backwards of one
 _KEPT_UPDATES_AHEAD = 4  # the rows of the update after it are looked at, too
+_NO_OPTIMIZERS: Mapping[int, Optimizer] = {}
 
 
 @dataclass(frozen=True)
@@ -176,9 +177,19 @@ class Executor:
             divide_weights(program, self.weights, self.transport)
         return self._bound[key][1]
 
-    def warm_up(self, batch: Batch) -> None:
-        """Run each stage once, so that nothing is loaded or compiled within a window."""
-        warm_up(self.weights, self.edges, self.model, batch, on=self.on)
+    def warm_up(self, batch: Batch, programs: Iterable[DeviceProgram], optimizers: Mapping[int, Optimizer] = _NO_OPTIMIZERS) -> None:
+        """Run each stage as programs will, so that nothing is loaded or compiled within a window; `optimizers` as in `warm_up`."""
+        warm_up(
+            self.weights,
+            self.edges,
+            self.model,
+            batch,
+            programs,
+            num_rows=self.num_rows,
+            max_grad_norm=self.max_grad_norm,
+            optimizers=optimizers,
+            on=self.on,
+        )
 
     def abort(self, reason: str) -> None:
         """End what runs, within a second. Called from another thread."""

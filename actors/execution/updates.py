@@ -37,7 +37,22 @@ def root(square: Tensor) -> Number:
     return math.sqrt(square) if square.is_cpu else square.sqrt()
 
 
-def _hypot(one: Number, other: Number) -> Number:
+def sum_of_squares(squares: Sequence[Tensor], *, on: torch.device) -> Tensor:
+    """Return the sum of scalars in float64; zero on device `on` without any."""
+    return torch.stack([torch.zeros((), dtype=torch.float64, device=on), *squares]).sum()
+
+
+def clip_scale(norm: Number, limit: float | None) -> Number:
+    """Return the factor that makes gradients of a norm keep to a limit."""
+    if limit is None:
+        return 1.0
+    if isinstance(norm, Tensor):
+        return torch.where(norm <= limit, 1.0, limit / (norm + 1e-6))
+    return 1.0 if norm <= limit else limit / (norm + 1e-6)
+
+
+def hypot(one: Number, other: Number) -> Number:
+    """Return the norm of two parts that have these norms."""
     return torch.hypot(one, other) if isinstance(one, Tensor) and isinstance(other, Tensor) else math.hypot(one, other)
 
 
@@ -168,7 +183,7 @@ class Updates:
         stage, update = collective.stage, collective.update
         weights.gradients.set_flat(update, total, _bucket(collective), late=True)
         if stage in self._program.primary_stages:
-            self._norms[update] = _hypot(self._norms[update], root(weights.squared_norm(update, late=True)))
+            self._norms[update] = hypot(self._norms[update], root(weights.squared_norm(update, late=True)))
         weights.update_late_rows(update)
 
     def _share(self, collective: Collective) -> Tensor:
@@ -205,12 +220,7 @@ class Updates:
     # Norms
 
     def _scale(self, norm: Number) -> Number:
-        limit = self._max_grad_norm
-        if limit is None:
-            return 1.0
-        if isinstance(norm, Tensor):
-            return torch.where(norm <= limit, 1.0, limit / (norm + 1e-6))
-        return 1.0 if norm <= limit else limit / (norm + 1e-6)
+        return clip_scale(norm, self._max_grad_norm)
 
     def _norm(self, op: Op) -> Number:
         scope = self._program.update_scope
@@ -220,7 +230,7 @@ class Updates:
             return self._norms[op.index]
         if op.stage in self._program.primary_stages or self._weights[op.stage].shards is not None:
             of_stage = root(self._local_squared_norm(op.index, (op.stage,)))
-            self._norms[op.index] = _hypot(self._norms[op.index], of_stage) if op.index in self._norms else of_stage
+            self._norms[op.index] = hypot(self._norms[op.index], of_stage) if op.index in self._norms else of_stage
         tie = self._program.graph.tie_of.get(op.stage)
         if (op.stage, op.index) in self._stage_norms:
             return self._stage_norms[op.stage, op.index]
@@ -232,7 +242,7 @@ class Updates:
 
     def _local_squared_norm(self, update: int, stages: Collection[int]) -> Tensor:
         """Sum over stages of this device; shared weights count with the first stage of their tie, others with who steps them."""
-        parts = [torch.zeros((), dtype=torch.float64, device=self._on)]
+        parts: list[Tensor] = []
         tie_of, primary = self._program.graph.tie_of, self._program.primary_stages
         for stage in sorted(stages):
             if stage in primary or (stage in self._weights and self._weights[stage].shards is not None):
@@ -241,7 +251,7 @@ class Updates:
                 shared = self._shared(stage, update)
                 assert shared is not None, "it is tied"
                 parts.append(self._weights[stage].shared.squared_norm(shared))
-        return torch.stack(parts).sum()
+        return sum_of_squares(parts, on=self._on)
 
     # Weights that stages share
 

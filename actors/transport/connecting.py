@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from itertools import chain
+from itertools import chain, count
+from typing import TypeVar
 
 from raypipe.actors.transport import cuda_ipc, gloo, gloo_channel, nccl, shm, shm_channel
 from raypipe.actors.transport.channel import ChannelError, IncomingChannel, OutgoingChannel, SumGroup
@@ -14,6 +16,8 @@ from raypipe.actors.transport.tcp_port import Port, sum_peers
 from raypipe.communication.patterns import Pattern, ring
 from raypipe.communication.policy import Communication
 from raypipe.errors import TransportError
+
+K = TypeVar("K", bound=str)
 
 
 class _Kind(StrEnum):
@@ -45,6 +49,22 @@ class Endpoints:
         self.incoming.clear()
         self.groups.clear()
         self.communicators.clear()
+
+
+def in_rounds(sets: Collection[tuple[K, tuple[int, ...]]]) -> list[tuple[K, tuple[int, ...]]]:
+    """Return sets of devices, each with its kind, in one order for all: by rounds, in each of which a device is in one set at most.
+
+    So sets without a common member are connected at the same time. In sorted order each pair of a chain would wait for the one before it.
+    """
+    busy: defaultdict[int, set[int]] = defaultdict(set)  # rounds of each device
+    placed: list[tuple[int, tuple[K, tuple[int, ...]]]] = []
+    for one in sorted(sets):
+        taken = set[int]().union(*(busy[member] for member in one[1]))
+        number = next(number for number in count() if number not in taken)
+        for member in one[1]:
+            busy[member].add(number)
+        placed.append((number, one))
+    return [one for _, one in sorted(placed)]
 
 
 class Connector:
@@ -81,7 +101,7 @@ class Connector:
         # that all its members have come to.
         sets: set[tuple[_Kind, tuple[int, ...]]] = {(_Kind.MEMORY if channel in shared else _Kind.CHANNEL, channel) for channel in channels}
         sets |= {(_Kind.GROUP, members) for members in groups if len(members) > 1}
-        self._sets = sorted(sets)
+        self._sets = in_rounds(sets)
 
     def choose_interface(self, device: int) -> None:
         """Let gloo use the interface of this host, if the device needs gloo."""
@@ -173,7 +193,6 @@ class Connector:
         except ChannelError as error:
             raise TransportError(rendezvous.name, others, "connecting", error.problem) from error
         endpoints.communicators.append((communicator, others))
-        rendezvous.aborting.add([communicator])
         if kind is _Kind.GROUP:
             endpoints.groups[members] = nccl.NcclSumGroup(library, communicator, num_members=len(members))
         elif device == members[0]:

@@ -8,7 +8,8 @@ Each channel has a communicator of two ranks and a stream of its own, and so has
 * Making a communicator and passing its first message block the host until the other end does so, too, without a limit. Both happen in
   `connect`, set by set in one order for all, in a thread that is left behind on timeout.
 * Only aborting a communicator ends its waits. `DeviceClock` watches the limits.
-* Messages are received one ahead: more would take memory and the GPU's blocks. `record_stream` keeps their memory.
+* Messages are received one ahead: more would take memory and the GPU's blocks. What is received stays in `Incoming` until the computing
+  stream waits for it. `record_stream` keeps what is sent or summed, and what is left in `Incoming` by an abort.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from raypipe.actors.transport.channel import ChannelError, check_tensors
 from raypipe.actors.transport.protocol import Expected, Places, summing_dtype
 from raypipe.actors.transport.rendezvous import Rendezvous
 from raypipe.communication.shards import Segment
+from raypipe.errors import AbortedError
 from raypipe.schedules.collectives import Collective, CollectiveKind
 from raypipe.schedules.lower import Message
 
@@ -107,15 +109,24 @@ def connect(library: Library, rendezvous: Rendezvous, kind: str, members: tuple[
     rendezvous.publish(f"{name} ready")
     rendezvous.wait_for(f"{name} ready", others)
 
-    def make() -> Communicator:
+    def make(given_up: threading.Event) -> Communicator:
         made = library.communicator(len(members), bytes.fromhex(unique_id), rank)
-        _pass_the_first(library, made, rank, summed=kind == "group")
+        # Before the first message, whose kernel would stay on the GPU if the peer died and nobody aborted the communicator.
+        try:
+            rendezvous.aborting.add([made])
+        except AbortedError:
+            made.shut_down()
+            raise
+        if given_up.is_set():  # whoever gave up has shut down what was there
+            made.shut_down()
+            raise ChannelError("it was made too late")
+        _pass_the_first(library, made, rank, given_up, summed=kind == "group")
         return made
 
     return _with_limit(make, rendezvous, ", ".join(rendezvous.names[other] for other in others))
 
 
-def _pass_the_first(library: Library, communicator: Communicator, rank: int, *, summed: bool) -> None:
+def _pass_the_first(library: Library, communicator: Communicator, rank: int, given_up: threading.Event, *, summed: bool) -> None:
     """Pass a first message or sum, for which NCCL blocks the host until its connections are open."""
     first, stream = library.empty((1,), torch.float32), communicator.stream
     first.zero_()
@@ -126,28 +137,35 @@ def _pass_the_first(library: Library, communicator: Communicator, rank: int, *, 
         communicator.send([first], 1, stream)
     else:
         communicator.recv([first], 0, stream)
+    library.use(first, stream)  # NCCL may write to it after this thread has given up
     event = library.reached(stream)
-    while not library.happened(event):
+    while not library.happened(event) and not given_up.is_set():
         time.sleep(_LOOK_EVERY_S)
 
 
-def _with_limit(make: Callable[[], T], rendezvous: Rendezvous, peers: str) -> T:
+def _with_limit(make: Callable[[threading.Event], T], rendezvous: Rendezvous, peers: str) -> T:
+    """Return what `make` makes in a thread; set its event before an abort or the deadline is raised."""
     made: list[T] = []
     failed: list[Exception] = []
+    given_up = threading.Event()
 
     def run() -> None:
         try:
-            made.append(make())
+            made.append(make(given_up))
         except Exception as error:  # raised by the caller
             failed.append(error)
 
     thread = threading.Thread(target=run, name="raypipe connects over NCCL", daemon=True)
     thread.start()
-    while thread.is_alive():
-        thread.join(0.05)
-        rendezvous.aborting.check()
-        if thread.is_alive():
-            rendezvous.check_deadline(peers, "it came, but did not answer over NCCL")
+    try:
+        while thread.is_alive():
+            thread.join(0.05)
+            rendezvous.aborting.check()
+            if thread.is_alive():
+                rendezvous.check_deadline(peers, "it came, but did not answer over NCCL")
+    except BaseException:
+        given_up.set()
+        raise
     if failed:
         raise ChannelError(f"NCCL failed: {failed[0]}") from failed[0]
     return made[0]
@@ -168,7 +186,8 @@ class Incoming:
         self.stream = communicator.stream
         self._left: list[Expected] = []
         """The last is the next."""
-        self._posted: deque[tuple[tuple[Tensor, ...], Any]] = deque()
+        self._posted: deque[tuple[tuple[Tensor, ...], list[Tensor], Any]] = deque()
+        """Of each receive the message, what NCCL writes to and the event behind it."""
 
     def open(self, messages: Sequence[Expected]) -> None:
         """See `IncomingChannel`."""
@@ -186,20 +205,24 @@ class Incoming:
         self.library.follow(self.stream)
         carried = _with_bytes(self.library, tensors)
         self.communicator.recv(carried, 0, self.stream)
-        for tensor in carried:
-            self.library.use(tensor, self.stream)
-        self._posted.append((tensors, self.library.reached(self.stream)))
+        self._posted.append((tensors, carried, self.library.reached(self.stream)))
 
     def recv(self) -> tuple[Tensor, ...]:
         """See `IncomingChannel`; the host does not wait, the computing stream does."""
         self._post()
-        tensors, event = self._posted.popleft()
+        tensors, _, event = self._posted[0]
         self.library.wait(event, timeout_s=self.timeout_s)
+        # From here on memory that is freed goes to work of the computing stream, which is behind the receive. `Library.use` would hold it
+        # back until the next message is there, too, whose receive is in the stream already.
+        self._posted.popleft()
         return tensors
 
     def close(self) -> None:
         """See `IncomingChannel`."""
         self._left.clear()
+        for _, carried, _ in self._posted:  # NCCL may write to these until its communicator has ended
+            for tensor in carried:
+                self.library.use(tensor, self.stream)
         self._posted.clear()
 
 
@@ -310,3 +333,5 @@ class Sum:
         target = self.tensor.detach()
         if target.numel() and target.data_ptr() != self._summed.data_ptr():
             target.copy_(self._summed)
+            if self._summed.is_cuda:
+                self._summed.record_stream(torch.cuda.current_stream())  # its memory may come from another thread's

@@ -8,9 +8,12 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator
 from functools import cache, partial
+from typing import Any
 
 import pytest
 import torch
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from raypipe.actors.execution import executor as of_programs
 from raypipe.actors.execution.report import mean_losses
@@ -179,9 +182,74 @@ def test_the_host_never_waits_for_the_gpu(
 def test_a_run_before_the_first_window_leaves_nothing_behind(name: str, precision: Precision) -> None:
     schedule = build(name, ScheduleRequest(4, NUM_MICROBATCHES, 2, update_scope=UpdateScope.GLOBAL))
     cold, warm = (pipeline(model(num_layers=2), schedule, precision=precision) for _ in range(2))
-    for executor in warm.executors:
-        executor.warm_up(RandomTokens().batch(0, (0.0, 1.0)))
+    for executor, program in zip(warm.executors, warm.programs, strict=True):
+        executor.warm_up(RandomTokens().batch(0, (0.0, 1.0)), [program], dict.fromkeys(executor.weights, adamw))
+        optimizers = [weights.optimizer for weights in executor.weights.values()]
+        assert not any(optimizer.state for optimizer in optimizers if optimizer is not None)
     assert losses_of(warm, num_windows=2) == losses_of(cold, num_windows=2)
+
+
+class CountingSteps(torch.optim.Optimizer):
+    """Counts its steps."""
+
+    def __init__(self, weights: NamedWeights) -> None:
+        super().__init__(weights, {"lr": 1.0})
+        self.num_steps = 0
+
+    def step(self, closure: object = None) -> None:  # type: ignore[override]
+        self.num_steps += 1
+
+
+@pytest.mark.parametrize("precision", list(Precision))
+def test_an_optimizer_steps_weights_like_the_stages_before_the_first_window_and_not_these(precision: Precision) -> None:
+    run = pipeline(model(num_layers=2), build("1f1b", ScheduleRequest(1, NUM_MICROBATCHES, 1)), precision=precision)
+    (weights,) = run.weights[0].values()
+    made: list[CountingSteps] = []
+
+    def make(named: NamedWeights) -> CountingSteps:
+        made.append(CountingSteps(named))
+        return made[-1]
+
+    run.executors[0].warm_up(RandomTokens().batch(0, (0.0, 1.0)), run.programs, {0: make})
+    (optimizer,) = made
+    stepped = optimizer.param_groups[0]["params"]
+    assert optimizer.num_steps == 2, "the second finds the state that the first has made"
+    assert {(weight.shape, weight.dtype) for weight in stepped} == {(master.shape, master.dtype) for master in weights.masters}
+    assert len(stepped) < len(weights.masters), "one for all that are alike"
+    assert not {weight.data_ptr() for weight in stepped} & {master.data_ptr() for master in weights.masters}
+
+
+class Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Notes the operators that run, each with the types of its tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.seen: set[tuple[str, tuple[object, ...]]] = set()
+
+    def __torch_dispatch__(self, operator: Any, _: object, arguments: Any = (), options: Any = None) -> Any:
+        tensors = [value for value in pytree.tree_leaves((arguments, options)) if isinstance(value, torch.Tensor)]
+        self.seen.add((str(operator), tuple(dict.fromkeys((tensor.device.type, tensor.dtype) for tensor in tensors))))
+        return operator(*arguments, **(options or {}))
+
+
+@pytest.mark.combined
+@pytest.mark.parametrize("optimizer", list(OptimizerName))
+@pytest.mark.parametrize("precision", list(Precision))
+@pytest.mark.parametrize("scope", list(UpdateScope))
+@pytest.mark.parametrize("name", ["gpipe", "zb-h1"])
+def test_a_window_runs_no_operator_that_did_not_run_before_it(
+    name: str, scope: UpdateScope, precision: Precision, optimizer: OptimizerName
+) -> None:
+    gpu()
+    make = partial(build_optimizer, OptimizerConfig(name=optimizer, learning_rate=LEARNING_RATE, gradient_correction=0.5, lookahead=0.5))
+    schedule = build(name, ScheduleRequest(1, NUM_MICROBATCHES, 2, update_scope=scope))
+    run = pipeline(model(num_layers=2, dropout=0.1), schedule, precision=precision, make=make)
+    with Operators() as before:
+        run.executors[0].warm_up(RandomTokens().batch(0, (0.0, 1.0)), run.programs, dict.fromkeys(run.weights[0], make))
+    with Operators() as within:
+        run.executors[0].run(run.programs[0], of_programs.Window(0, 0, RandomTokens()))
+    reads = "aten._local_scalar_dense.default"  # the host reads losses and norms when the window has ended
+    assert not {operator for operator in within.seen - before.seen if operator[0] != reads}
 
 
 def test_spans_are_the_gpus_and_follow_each_other() -> None:

@@ -3,19 +3,33 @@
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from raypipe.actors.transport.channel import ChannelError
+from raypipe.actors.transport.nccl import Sum
 from raypipe.actors.transport.process import ProcessTransport
-from raypipe.errors import TransportError, TransportTimeoutError
+from raypipe.errors import RunError, TransportError, TransportTimeoutError
 from raypipe.schedules.lower import Message
-from tests.processes.fake_nccl import FakeCommunicator, FakeNccl, Network
+from tests.processes.fake_nccl import FakeCommunicator, FakeNccl, Network, Task, _Meeting
 from tests.processes.process_ends import Make, all_channels
-from tests.processes.transport_contract import PAIR, Connect, TransportContract, activation, announced, gradients, open_both, together
+from tests.processes.transport_contract import (
+    PAIR,
+    Connect,
+    TransportContract,
+    activation,
+    announced,
+    becomes_true,
+    gradients,
+    open_both,
+    together,
+)
 
 
 class TestChannelsOverNccl(TransportContract):
@@ -118,3 +132,147 @@ def test_sums_of_a_dtype_are_what_gloo_makes_of_them(make: Make) -> None:
         end.start(gradients((0, 1, 2)), torch.tensor([value], dtype=torch.float16)) for end, value in zip(ends, (2048, 1, 1), strict=True)
     ]
     assert [float(part.wait()[0]) for part in pending] == [2050.0] * 3
+
+
+def note_kept(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
+    """The tensors whose memory is kept for a stream from now on."""
+    kept: list[Tensor] = []
+    own = FakeNccl.use
+
+    def use(self: FakeNccl, tensor: Tensor, stream: deque[Task]) -> None:
+        kept.append(tensor)
+        own(self, tensor, stream)
+
+    monkeypatch.setattr(FakeNccl, "use", use)
+    return kept
+
+
+def test_a_received_tensor_is_free_for_others_before_the_next_message_comes(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    network = Network()
+    ends = [make(device, library=FakeNccl(network)) for device in PAIR]
+    together(*(end.connect for end in ends))
+    kept = note_kept(monkeypatch)
+    open_both(ends[0], ends[1], [announced(activation(index), torch.empty(4)) for index in range(2)])
+    ends[0].send(activation(0), 1, [torch.ones(4)])
+    (received,) = ends[1].recv(activation(0), 0)
+    assert received.tolist() == [1.0] * 4
+    assert received.data_ptr() not in {tensor.data_ptr() for tensor in kept}
+
+
+@pytest.mark.parametrize("num_values", [4, 0], ids=["tensor", "empty"])
+def test_memory_of_a_message_that_never_came_is_kept_until_its_communicator_has_ended(
+    make: Make, monkeypatch: pytest.MonkeyPatch, num_values: int
+) -> None:
+    network = Network()
+    ends = [make(device, library=FakeNccl(network), timeout_s=0.1) for device in PAIR]
+    together(*(end.connect for end in ends))
+    written: list[Tensor] = []
+    kept, own = note_kept(monkeypatch), FakeCommunicator.recv
+
+    def recv(self: FakeCommunicator, tensors: Sequence[Tensor], peer: int, stream: deque[Task]) -> None:
+        written.extend(tensors)
+        own(self, tensors, peer, stream)
+
+    monkeypatch.setattr(FakeCommunicator, "recv", recv)
+    open_both(ends[0], ends[1], [announced(activation(index), torch.empty(num_values)) for index in range(3)])
+    with pytest.raises(TransportTimeoutError):
+        ends[1].recv(activation(0), 0)
+    assert len(written) == 2, "that which is awaited, and the next"
+    ends[1].close()
+    assert {id(tensor) for tensor in written} <= {id(tensor) for tensor in kept}
+
+
+def cannot_connect(end: ProcessTransport) -> None:
+    with pytest.raises(RunError):
+        end.connect()
+
+
+def threads() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "raypipe connects over NCCL"]
+
+
+def test_a_communicator_whose_peer_dies_before_the_first_message_is_ended(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    network, passing = Network(), threading.Event()
+    made: list[FakeCommunicator] = []
+    ended: list[FakeCommunicator] = []
+    of_all = FakeNccl.communicator
+
+    def noted(self: FakeNccl, num_ranks: int, unique_id: bytes, rank: int) -> FakeCommunicator:
+        made.append(of_all(self, num_ranks, unique_id, rank))
+        if rank == 1:
+            raise ChannelError("it died")
+        return made[-1]
+
+    def happened(self: FakeNccl, event: object) -> bool:
+        passing.set()
+        return False
+
+    def shut_down(self: FakeCommunicator) -> None:
+        ended.append(self)
+
+    monkeypatch.setattr(FakeNccl, "communicator", noted)
+    monkeypatch.setattr(FakeNccl, "happened", happened)
+    monkeypatch.setattr(FakeCommunicator, "shut_down", shut_down)
+    ends = [make(device, library=FakeNccl(network), connect_timeout_s=20.0) for device in PAIR]
+
+    def ending() -> None:
+        assert passing.wait(20.0)
+        ends[0].abort("a device is lost")
+
+    together(*(partial(cannot_connect, end) for end in ends), ending)
+    (survivor,) = [one for one in made if one.rank == 0]
+    assert survivor in ended
+    assert becomes_true(lambda: not threads(), within_s=5.0), "nobody looks for its first message any more"
+
+
+@pytest.mark.parametrize("aborted", [True, False], ids=["abort", "time is over"])
+def test_a_communicator_that_is_made_too_late_is_ended(make: Make, monkeypatch: pytest.MonkeyPatch, aborted: bool) -> None:
+    ends = [make(device, library=FakeNccl(Network()), connect_timeout_s=20.0 if aborted else 2.0) for device in PAIR]
+    asked, answer = threading.Event(), threading.Event()
+    late = FakeCommunicator(Network(), _Meeting(), 0, 2, deque())
+
+    def slow(self: FakeNccl, num_ranks: int, unique_id: bytes, rank: int) -> FakeCommunicator:
+        asked.set()
+        answer.wait(20.0)
+        return late
+
+    monkeypatch.setattr(FakeNccl, "communicator", slow)
+
+    def ending() -> None:
+        assert asked.wait(20.0)
+        if aborted:
+            for end in ends:
+                end.abort("a device is lost")
+
+    together(*(partial(cannot_connect, end) for end in ends), ending)
+    answer.set()
+    assert becomes_true(lambda: late.meeting.ended and not threads(), within_s=5.0)
+
+
+class OnGpu(Tensor):
+    """A tensor that says that it is on a GPU, and notes the streams that use it."""
+
+    is_cuda = True
+    streams: list[object]
+
+    def record_stream(self, stream: object) -> None:
+        self.streams.append(stream)
+
+
+def test_what_a_sum_of_16_bits_was_made_in_is_kept_for_the_thread_that_ends_it(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    network = Network()
+    ends = [make(device, library=FakeNccl(network)) for device in PAIR]
+    together(*(end.connect for end in ends))
+    tensors = [torch.tensor([value], dtype=torch.bfloat16) for value in (1.0, 2.0)]
+    first, second = (
+        end._endpoints.groups[PAIR].sum(tensor, collective=gradients(PAIR), deadline=0) for end, tensor in zip(ends, tensors, strict=True)
+    )
+    assert isinstance(first, Sum)
+    computing = object()
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: computing)
+    first._summed = first._summed.as_subclass(OnGpu)
+    first._summed.streams = []
+    for under_way in (first, second):
+        under_way.wait(20.0)
+    assert first._summed.streams == [computing]
+    assert tensors[0].tolist() == [3.0]

@@ -408,7 +408,7 @@ def test_running_statistics_are_of_training_alone() -> None:
     run(trained, 1)
     before = {name: buffer.clone() for name, buffer in layer.named_buffers()}
     assert before["norm.num_batches_tracked"] == NUM_MICROBATCHES
-    trained.executors[0].warm_up(Rows().batch(0, (0.0, 1.0)))
+    trained.executors[0].warm_up(Rows().batch(0, (0.0, 1.0)), trained.programs[:1])
     assert all(torch.equal(buffer, before[name]) for name, buffer in layer.named_buffers())
 
 
@@ -516,7 +516,7 @@ def test_layers_that_begin_by_what_they_see_first_see_rows_and_no_zeros() -> Non
     trained = pipeline(model_of(dense, dense, BeginsByWhatItSees, dense))
     layer: Any = trained.weights[1][1].module.layers["2"]
     assert (layer.scale.item(), layer.has_begun, layer.count.item()) == (1.0, False, 0)
-    trained.executors[1].warm_up(Rows().batch(0, (0.0, 1.0)))
+    trained.executors[1].warm_up(Rows().batch(0, (0.0, 1.0)), trained.programs[1:])
     assert (layer.scale.item(), layer.has_begun, layer.count.item()) == (1.0, False, 0)
     run(trained, 1)
     assert layer.count.item() == NUM_MICROBATCHES
