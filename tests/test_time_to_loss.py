@@ -49,13 +49,17 @@ def test_a_late_curve_is_compared_with_the_synchronous_one_of_its_seed(found: Fo
     assert over == {"0 of 20": "+25.00%", "4 of 20": "+12.50%"}
 
 
-def test_a_late_curve_is_compared_with_the_same_order_on_time_where_that_was_run(found: Found) -> None:
+def test_a_late_curve_is_compared_with_the_same_order_on_time_where_that_is_asked_for(found: Found) -> None:
     key = LossKey("gpt", "muon-nadamw-corrected", RATE, NUM_UPDATES, 0, LATE, NUM_UPDATES)
     found.store.put("losses", str(key), vars(key) | {"losses": [2.2] * NUM_UPDATES, "validation": {str(NUM_UPDATES): 2.2}})
     rows = next(rows for title, rows in tables(found, "gpt", LAYERS_OF) if "validation loss" in title)
     over = {row["on time"]: row["over synchronous"] for row in rows if row["optimizer"] == "muon-nadamw-corrected"}
-    assert over == {"0 of 20": f"{2.5 / 2.2 - 1:+.2%}", "4 of 20": f"{2.25 / 2.2 - 1:+.2%}", "20 of 20": "+10.00%"}
+    assert over == {"0 of 20": "+25.00%", "4 of 20": "+12.50%", "20 of 20": "+10.00%"}
     assert found.starts("gpt", "muon-nadamw-corrected", LATE) == [0, START]
+    whole, of_same_order = (found.more_updates("gpt", "muon-nadamw-corrected", LATE, of_same_order=flag) for flag in (False, True))
+    assert whole is not None
+    assert of_same_order is not None
+    assert math.log(of_same_order) / math.log(whole) == pytest.approx((2.5 - 2.2) / (2.5 - 2.0))
 
 
 def test_runs_with_another_start_are_other_cells() -> None:
