@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import secrets
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -116,14 +117,19 @@ class Storage:
             with self.filesystem.open_output_stream(target) as stream:
                 yield stream
             return
-        partial = target + _PARTIAL
-        with self.filesystem.open_output_stream(partial) as stream:
-            yield stream
-        if self.is_local:
-            _flush(partial)
-        elif self.size(name) is not None:  # unlike that of a path, their rename may refuse to replace a file
-            self.filesystem.delete_file(target)
-        self.filesystem.move(partial, target)
+        partial = f"{target}.{secrets.token_hex(4)}{_PARTIAL}"  # of its own: another process may write a file of the same name
+        try:
+            with self.filesystem.open_output_stream(partial) as stream:
+                yield stream
+            if self.is_local:
+                _flush(partial)
+            elif self.size(name) is not None:  # unlike that of a path, their rename may refuse to replace a file
+                self.filesystem.delete_file(target)
+            self.filesystem.move(partial, target)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                self.filesystem.delete_file(partial)
+            raise
 
     def write(self, name: str, content: bytes) -> None:
         """Write or replace a file as a whole; raises `OSError`."""

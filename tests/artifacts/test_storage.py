@@ -53,6 +53,18 @@ def test_a_file_has_its_name_only_when_all_of_it_is_there(tmp_path: Path) -> Non
         assert base.read("file") == b"before"
 
 
+def test_two_writers_of_one_name_do_not_disturb_each_other_and_one_that_fails_leaves_nothing(tmp_path: Path) -> None:
+    for base in storages(tmp_path):
+        base.make()
+        with base.writing("lock") as one, base.writing("lock") as other:
+            one.write(b"one")
+            other.write(b"other")
+        assert base.read("lock") == b"one", "the last that ends counts"
+        with pytest.raises(TypeError), base.writing("lock") as stream:
+            stream.write(None)
+        assert base.names() == ["lock"]
+
+
 def test_actors_on_other_nodes_may_be_sent_a_folder(tmp_path: Path) -> None:
     for base in storages(tmp_path)[:2]:
         base.make()
