@@ -49,6 +49,7 @@ class StateCopies:
         self._taken_at_s = -float("inf")
         self._is_beside = False  # the newest window, beside a copy
         self._is_urgent = False  # the next copy
+        self._is_partial = False  # the newest copy: some layers lie on their own node alone, since another one failed to fetch them
         self.cut_links: Collection[frozenset[str]] = ()  # ids of nodes that do not reach each other
 
     def begin_anew(self) -> None:
@@ -74,8 +75,10 @@ class StateCopies:
     def _take(self, update: int) -> None:
         since_s = time.monotonic()
         parts = self._export()
-        oldest = self._kept[-1].update if self._kept else update
-        self._kept = [*self._kept[-1:], StateCopy(update, by_layer(parts))]
+        whole = self._whole()[:1]
+        oldest = whole[0].update if whole else update
+        self._kept = [*whole, StateCopy(update, by_layer(parts))]
+        self._is_partial = False
         self._fetching = {}
         members, keepers = self._actors.members, {device: keeper for device, keeper in self._keepers().items() if device in parts}
         for device, keeper in keepers.items():
@@ -105,12 +108,12 @@ class StateCopies:
         return export_states(self._actors, self._layers)
 
     def _poll(self) -> None:
-        """Forget the calls that have been answered; a node that failed to fetch leaves a copy that only its first node holds."""
+        """Forget the calls that have been answered."""
         if self._fetching:
             done, pending = ray.wait(list(self._fetching), num_returns=len(self._fetching), timeout=0)
             self._fetching = {ref: self._fetching[ref] for ref in pending}
             if any(map(_has_failed, done)):
-                self._give_up()
+                self._is_partial = True
             elif done:
                 self._usual_s = time.monotonic() - self._taken_at_s
 
@@ -118,7 +121,7 @@ class StateCopies:
         self._poll()
         seconds = time.monotonic() - self._taken_at_s
         if not self._fetching:
-            self._kept = self._kept[-1:]
+            self._kept = self._whole()
         elif seconds > max(_SLOW_S, _SLOW * self._usual_s):
             self._apart.update(self._fetching.values())  # the next copies go to other nodes
             self._give_up()
@@ -126,8 +129,13 @@ class StateCopies:
             self._give_up()
         return bool(self._fetching)
 
+    def _whole(self) -> list[StateCopy]:
+        """Return the copies to keep once the newest is fetched: that one alone, unless it is partial."""
+        return self._kept if self._is_partial else self._kept[-1:]
+
     def _give_up(self) -> None:
         self._fetching = {}
+        self._is_partial = False
         self._kept = self._kept[:1]
         self._pace.note_end_of_hopeless_fetch()
 

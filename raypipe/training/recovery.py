@@ -29,8 +29,7 @@ from raypipe.training.sums import SumAdaptation
 
 _LOG = logging.getLogger("raypipe.training.recovery")
 _MOST_TRIES = 6  # of one recovery: another device may be lost meanwhile
-_AVOID_S = 600.0  # for a node on which an actor did not start
-_AVOID_LONGER = 4.0  # times as long, each further time
+_AVOID_S = 600.0  # until a node is used again on which an actor did not start; each further time four times as long
 _LOOK_S = 5.0  # between two looks for devices that have come back
 _REACH_S = 0.2  # for a node that was lost to take a connection at such a look
 
@@ -42,14 +41,6 @@ class Source:
     update: int
     states: States | Checkpoint | None
     text: str
-
-
-@dataclass(frozen=True)
-class _Avoided:
-    """How long a node is left alone, and from when on it may be used."""
-
-    seconds: float
-    until_s: float
 
 
 @dataclass
@@ -80,7 +71,8 @@ class Recovery:
     _num_struck: int = 0  # failures of the whole run
     _failed_after: int = -1  # the most updates that were done when something failed
     _raised: set[tuple[str, str, int]] = field(default_factory=set)
-    _unusable: dict[str, _Avoided] = field(default_factory=dict)  # nodes on which actors did not start
+    _unusable: dict[str, float] = field(default_factory=dict)  # nodes on which actors did not start, and when
+    _num_not_started: Counter[str] = field(default_factory=Counter)
     _looked_at_s: float = -math.inf
     _lost_nodes: set[str] = field(default_factory=set)  # in the last recovery; Ray may take them for alive for some time
 
@@ -203,7 +195,11 @@ class Recovery:
         slots = [member.slot for member in actors.launched]
         # Ray takes a node that is cut off for alive until it has missed some of its reports.
         self._lost_nodes |= end_processes([(slots[number].node, actors.launched_infos[number].pid) for number in silent])
-        lost_nodes = self._lost_nodes | {node_id for node_id, avoided in self._unusable.items() if time.monotonic() < avoided.until_s}
+        lost_nodes = self._lost_nodes | {
+            node_id
+            for node_id, since_s in self._unusable.items()
+            if time.monotonic() - since_s < _AVOID_S * 4 ** (self._num_not_started[node_id] - 1)
+        }
         # A plan says by itself which of its devices are GPUs.
         needs = resources_per_device(replace(actors.scaling, use_gpu=any(slot.num_gpus for slot in slots)))
         return spare_slots(slots, sorted(actors.gone), needs, without=lost_nodes)
@@ -214,10 +210,9 @@ class Recovery:
         try:
             self.coordinator.replace(slots)
         except RunError:
-            for node_id in {slot.node.node_id for slot in slots.values()}:
-                before = self._unusable.get(node_id)
-                seconds = _AVOID_S if before is None else _AVOID_LONGER * before.seconds
-                self._unusable[node_id] = _Avoided(seconds, time.monotonic() + seconds)
+            node_ids = {slot.node.node_id for slot in slots.values()}
+            self._unusable |= dict.fromkeys(node_ids, time.monotonic())
+            self._num_not_started.update(node_ids)
             raise
         return f" with new actors on {', '.join(slot.name for slot in slots.values())}"
 

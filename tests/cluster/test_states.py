@@ -13,7 +13,7 @@ from ray.exceptions import RayError
 
 from raypipe.cluster.slots import ClusterNode, DeviceSlot
 from raypipe.cluster.stage_actors import StageActors
-from raypipe.cluster.state_copies import StateCopies, StateCopy
+from raypipe.cluster.state_copies import StateCopies
 from raypipe.cluster.states import within_reach
 
 HOLDERS = {"a's": {"a"}, "b's": {"b"}, "of b and c": {"b", "c"}, "small": set[str]()}
@@ -100,17 +100,27 @@ def test_a_window_that_is_run_again_is_beside_copies_that_are_still_fetched(monk
     assert copies._is_beside is not is_there
 
 
-def test_a_copy_that_a_node_failed_to_fetch_is_given_up_and_the_one_before_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_beside_a_copy_that_a_node_failed_to_fetch_the_last_whole_one_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    fails = True
+
     def get(_: object) -> None:
-        raise RayError("the keeper is gone")
+        if fails:
+            raise RayError("the keeper is gone")
 
     monkeypatch.setattr(ray, "wait", lambda calls, **_: (calls, []))
     monkeypatch.setattr(ray, "get", get)
-    copies = StateCopies(actors("abc"), share=0.05)
-    copies._kept = [StateCopy(1, {}), StateCopy(2, {})]
-    copies._fetching = {"call": ("a", "b")}
+    copies = StateCopies(actors(""), share=1.0)
+    monkeypatch.setattr(copies, "_export", dict)
+    kept: list[list[int]] = []
+    for update in range(1, 6):
+        fails = update in {3, 4}  # what was copied behind updates 2 and 3
+        copies.after_window(update, seconds=1.0, num_updates=1, mtbf_s=0.0)
+        copies._fetching = {"call": ("a", "b")}
+        kept.append([copy.update for copy in copies.candidates()])
+    assert kept == [[1], [2, 1], [3, 1], [4, 1], [5, 4]]
+    fails = True
     assert not copies._is_fetching()
-    assert [copy.update for copy in copies.candidates()] == [1]
+    assert [copy.update for copy in copies.candidates()] == [5, 4], "a process that is lost goes back to the newest"
 
 
 def test_copies_that_are_renewed_do_not_wait_for_their_time(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -150,15 +150,6 @@ def _state(run: LocalPipeline) -> list[list[float]]:
     return [tensor.detach().double().flatten().tolist() for tensor in (*tensors, *buffers)]
 
 
-@pytest.fixture
-def counter(monkeypatch: pytest.MonkeyPatch) -> Iterator[CompileCounterWithBackend]:
-    """Counts graphs. They are traced, forward and backward, and run as they are: the slow half of the compiler is left out."""
-    own, made = torch.nn.Module.compile, CompileCounterWithBackend("aot_eager")
-    monkeypatch.setattr(torch.nn.Module, "compile", lambda module, **options: own(module, backend=made, **options))
-    yield made
-    torch.compiler.reset()
-
-
 @pytest.mark.parametrize(
     ("name", "again", "placement", "num_devices"),
     [

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 
 import pytest
@@ -24,15 +24,6 @@ from tests.actors.oracles import RandomTokens
 pytestmark = [pytest.mark.timeout(300), pytest.mark.filterwarnings("default")]
 
 SIZES = {"num_layers": 3, "d_model": 16, "num_heads": 2, "sequence_length": 16}
-
-
-@pytest.fixture
-def counter(monkeypatch: pytest.MonkeyPatch) -> Iterator[CompileCounterWithBackend]:
-    """Counts graphs. They are traced, forward and backward, and run as they are: the slow half of the compiler is left out."""
-    own, made = torch.nn.Module.compile, CompileCounterWithBackend("aot_eager")
-    monkeypatch.setattr(torch.nn.Module, "compile", lambda module, **options: own(module, backend=made, **options))
-    yield made
-    torch.compiler.reset()
 
 
 def run(*, compile_layers: bool, schedule: str, precision: Precision) -> tuple[list[float], list[str]]:
