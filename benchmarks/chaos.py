@@ -41,7 +41,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -176,8 +176,11 @@ class Chaos:
         node, others = chance.randrange(NUM_NODES), chance.sample(range(1, NUM_NODES), 2)
         wait_s = self.calm_s + chance.uniform(0.0, SPREAD_S)
         run.watch(seconds=wait_s)
-        # The head of the cluster and the driver are on node 0.
+        # The head of the cluster and the driver are on node 0. A device that is back is used only behind a window: what would be lost is
+        # chosen among those that compute.
         place = {"kill": node, "stop": node, "crash": others[0], "cut": others[0]}.get(kind)
+        if kind in LOSSES:
+            place = self._computing(others if kind == "crash" else [node, *range(NUM_NODES)])
         hit = Struck(kind, str(place if place is not None else others if kind in {"sever", "link"} else "-"))
         before, since_s = run.done, time.time()
 
@@ -215,13 +218,19 @@ class Chaos:
         self._signal(node, signal.SIGSTOP)
 
     def _signal(self, node: int, number: int) -> None:
+        os.kill(self.chance.choice(self._stages(node, within_s=PATIENCE_S)), number)
+
+    def _stages(self, node: int, *, within_s: float) -> list[int]:
         # The title of a process names the newest of the calls that it serves, which is not always its window.
+        return self.machines.processes(node, r"ray::\w+\.run", within_s=within_s)
+
+    def _computing(self, nodes: Sequence[int]) -> int:
+        """The first of some nodes on which a stage computes."""
         deadline = time.monotonic() + PATIENCE_S
         while time.monotonic() < deadline:
-            for at in [node, *range(NUM_NODES)]:
-                if found := self.machines.processes(at, r"ray::\w+\.run", within_s=1.0 if at == node else 0.0):
-                    os.kill(self.chance.choice(found), number)
-                    return
+            for at in nodes:
+                if self._stages(at, within_s=1.0 if at == nodes[0] else 0.0):
+                    return at
         raise SystemExit(f"no stage computed for {PATIENCE_S:g} s\n{self.run.problem}")
 
     def _crash(self, node: int) -> Any:

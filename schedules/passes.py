@@ -202,6 +202,63 @@ def _is_readable(schedule: Schedule, forward: Op, updated: Collection[tuple[int,
     return not version or (forward.stage, version) in updated
 
 
+def divide_stages(schedule: Schedule, counts: Sequence[int], *, graph: StageGraph, late_weight_grads: int) -> Schedule:
+    """Return the schedule with each stage divided into consecutive ones on the same worker, and with some weight gradients last.
+
+    The weight gradients of the last microbatches stand behind all else of an update, stage by stage from the last one: while the gradients
+    of a stage are summed, those of the stages before it are computed. Sums that only the last backward would hide then have so many
+    microbatches' weight gradients to hide behind, for the memory of these (I and W as in Qi et al., ICLR 2024, arXiv 2401.10241).
+
+    Args:
+        schedule: A flush of single Ops, through one pipeline.
+        counts: Number of stages that each stage becomes.
+        graph: The new stages.
+        late_weight_grads: Number of microbatches of an update whose weight gradients stand last.
+    """
+    firsts = list(itertools.accumulate(counts, initial=0))
+    parts = [range(first, end) for first, end in itertools.pairwise(firsts)]
+    programs = [tuple(_divided(schedule, program, parts, late_weight_grads)) for program in schedule.programs]
+    pipelines = tuple(
+        tuple(worker for worker, count in zip(workers, counts, strict=True) for _ in range(count)) for workers in schedule.pipelines
+    )
+    return replace(schedule, graph=graph, pipelines=pipelines, programs=tuple(programs))
+
+
+def division_of_stages(schedule: Schedule) -> tuple[tuple[int, ...], int]:
+    """Return the `counts` and `late_weight_grads` of `divide_stages`; no counts for an order that it has not made."""
+    counts = tuple(len(list(of_worker)) for _, of_worker in itertools.groupby(schedule.pipelines[0]))
+    if len(schedule.pipelines) > 1 or len(counts) != schedule.num_workers or max(counts) == 1:
+        return (), 0
+    late = 0
+    for worker, count in zip(dict.fromkeys(schedule.pipelines[0]), counts, strict=True):
+        computed = [op for slot in schedule.programs[worker] for op in ops_of(slot) if not op.kind.per_update and schedule.update(op) == 0]
+        last = itertools.takewhile(lambda op: op.kind is OpKind.WEIGHT_GRADIENT, reversed(computed))
+        late = max(late, len(list(last)) // count)
+    return counts, late
+
+
+def _divided(schedule: Schedule, program: Sequence[Slot], parts: Sequence[range], num_late: int) -> Iterator[Op]:
+    gradients: dict[tuple[int, int], list[Op]] = {}
+    for slot in program:
+        assert isinstance(slot, Op), "orders of one stage on each worker have single Ops"
+        if slot.kind.writes_gradient:
+            gradients.setdefault((slot.stage, schedule.update(slot)), []).append(slot)
+    late = {op for of_update in gradients.values() for op in of_update[max(len(of_update) - num_late, 0) :]}
+    waiting: list[Op] = []
+    for slot in program:
+        assert isinstance(slot, Op), "as above"
+        if slot.kind.per_update:
+            yield from (op._replace(kind=OpKind.WEIGHT_GRADIENT, stage=part) for part in reversed(parts[slot.stage]) for op in waiting)
+            waiting = []
+        if slot in late:
+            waiting.append(slot)
+            if slot.kind is OpKind.WEIGHT_GRADIENT:
+                continue
+            slot = slot._replace(kind=OpKind.INPUT_GRADIENT)
+        of_stage = parts[slot.stage] if slot.kind is OpKind.FORWARD else reversed(parts[slot.stage])
+        yield from (slot._replace(stage=part) for part in of_stage)
+
+
 def recomputed_stages(schedule: Schedule) -> tuple[int, ...]:
     """Return the stages that some forward is run again of."""
     return tuple(sorted({op.stage for op, _ in schedule.ops() if op.kind is OpKind.RECOMPUTE}))

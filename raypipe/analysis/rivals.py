@@ -29,7 +29,7 @@ PART_OF: Mapping[Cause, str] = {
 
 @dataclass(frozen=True)
 class Kind:
-    """What sets plans apart: the order, and whether the model is on one worker (`data-parallel`), or workers have copies."""
+    """What sets plans apart: the order, whether the model is on one worker (`data-parallel`) or workers have copies, and divided stages."""
 
     schedule: str
     form: str
@@ -39,6 +39,8 @@ class Kind:
         """Return the kind of a layout."""
         if layout.num_stages == 1:
             return cls(layout.order, "data-parallel" if layout.has_copies else "one device")
+        if layout.divided:
+            return cls(layout.order, "data-parallel, divided" if len(layout.workers) == 1 else "copies, divided")
         return cls(layout.order, "copies" if layout.has_copies else "pipeline")
 
 

@@ -14,6 +14,7 @@ from raypipe.artifacts.plan import Plan
 from raypipe.planning.evaluator import Evaluation
 from raypipe.planning.limits import without_limits
 from raypipe.schedules.metrics import metrics
+from raypipe.schedules.passes import division_of_stages
 from raypipe.show.causes import findings
 from raypipe.show.report import Figure, Report, rows_table
 from raypipe.show.tables import prediction
@@ -142,6 +143,7 @@ def parameters(plan: Plan) -> Report:
         Figure("updates_per_window", schedule.num_updates, "updates a window"),
         Figure("weight_rule", str(schedule.weight_rule), "weights by rule"),
         Figure("update_scope", str(schedule.update_scope), "updates wait for gradients of scope"),
+        Figure("late_weight_grads", division_of_stages(schedule)[1], "microbatches whose weight gradients stand last"),
         Figure("max_in_flight", " ".join(per_worker(found.peak_in_flight)), "microbatches in flight"),
         Figure("weight_copies", " ".join(per_worker(found.weight_copies)), "copies of weights"),
         Figure("max_staleness", found.max_delay, "staleness up to"),

@@ -42,6 +42,9 @@ class Layout:
         listed: The list of layers that `cuts` divides, where it is not the model's own.
         ahead: For each hop from a worker to the next, the forwards that all workers before it run ahead of the order to hide its messages;
             empty for none.
+        divided: Number of consecutive stages that each stage of the order becomes, so that sums hide behind weight gradients; `cuts` has
+            them all. Empty for one each.
+        late_weight_grads: Microbatches of an update whose weight gradients stand last, stage by stage (`passes.divide_stages`).
         times: Times of the stages by which the order is searched for, where it is (`zb-auto`); empty for equal ones.
         hops_s: Seconds of a message of each hop, for the same search.
         queues_s: Seconds for which such a message keeps the next one from its hop, for the same search.
@@ -58,6 +61,8 @@ class Layout:
     late: int | None = None
     listed: tuple[int, ...] | None = None
     ahead: tuple[int, ...] = ()
+    divided: tuple[int, ...] = ()
+    late_weight_grads: int = 0
     times: tuple[StageTimes, ...] = ()
     hops_s: tuple[float, ...] = ()
     queues_s: tuple[float, ...] = ()
@@ -76,7 +81,7 @@ class Layout:
     @property
     def has_estimate(self) -> bool:
         """Whether estimates hold: of consecutive layers, one stage per worker."""
-        return self.branches is None and self.listed is None and self.num_stages == len(self.workers)
+        return self.branches is None and self.listed is None and not self.divided and self.num_stages == len(self.workers)
 
     @property
     def sizes(self) -> list[int]:
@@ -139,6 +144,7 @@ class Layout:
         pipelines = f" in {self.num_pipelines} pipelines" if self.num_pipelines else ""
         again += f", {self.forwards_ahead} forwards ahead" if any(self.ahead) else ""
         again += f", updates {self.late} slots later" if self.late else ""
+        again += f", weight gradients of {self.late_weight_grads} microbatches last" if self.divided else ""
         if self.branches is None:
             given = "" if self.listed is None else f" of {list(self.listed)}"
             return f"{self.order}: layers {self.sizes}{given} on devices {[list(group) for group in self.workers]}{pipelines}{again}"

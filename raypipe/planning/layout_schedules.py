@@ -15,7 +15,7 @@ from raypipe.schedules.families import branch_aware
 from raypipe.schedules.ir import Schedule, StageGraph
 from raypipe.schedules.lower import Placement, check_whole_losses, lower
 from raypipe.schedules.metrics import metrics
-from raypipe.schedules.passes import forwards_ahead, late_updates, over_graph, recompute
+from raypipe.schedules.passes import divide_stages, forwards_ahead, late_updates, over_graph, recompute
 from raypipe.schedules.request import ScheduleRequest
 from raypipe.schedules.staleness import StalenessLimits
 from raypipe.schedules.validate import validate
@@ -47,9 +47,10 @@ def layout_schedule(problem: Problem, layout: Layout, *, num_updates: int) -> Sc
         schedule = branch_aware.ordered(search, num_updates=num_updates, update_scope=problem.update_scope)
         return recompute(schedule, layout.recomputed) if layout.recomputed else schedule
     num_workers = len(layout.workers)
-    num_chunks, remainder = divmod(layout.num_stages, num_workers)
+    num_stages = len(layout.divided) or layout.num_stages
+    num_chunks, remainder = divmod(num_stages, num_workers)
     if remainder:
-        raise ScheduleError(f"{layout.num_stages} stages cannot be divided evenly among {num_workers} workers")
+        raise ScheduleError(f"{num_stages} stages cannot be divided evenly among {num_workers} workers")
     request = ScheduleRequest(
         num_workers,
         problem.num_microbatches,
@@ -65,13 +66,16 @@ def layout_schedule(problem: Problem, layout: Layout, *, num_updates: int) -> Sc
         sums_s=layout.sums_s,
     )
     schedule = build(layout.order, request)
-    if schedule.num_stages != layout.num_stages:
-        raise ScheduleError(f"{layout.order} has {schedule.num_stages} stages on {num_workers} workers, not {layout.num_stages}")
+    if schedule.num_stages != num_stages:
+        raise ScheduleError(f"{layout.order} has {schedule.num_stages} stages on {num_workers} workers, not {num_stages}")
     graph = layout.cut(problem).graph
-    if graph != StageGraph.chain(layout.num_stages):
+    if not layout.divided and graph != StageGraph.chain(num_stages):
         schedule = over_graph(schedule, graph)
     if any(layout.ahead):
         schedule = forwards_ahead(schedule, layout.forwards_ahead)
+    if layout.divided:
+        schedule = divide_stages(schedule, layout.divided, graph=graph, late_weight_grads=layout.late_weight_grads)
+    if layout.divided or any(layout.ahead):
         validate(schedule)
     if layout.has_copies or len(schedule.pipelines) > 1:
         later = late_updates(schedule, layout.late)
@@ -173,8 +177,9 @@ class ScheduleCache:
 
     def _key(self, problem: Problem, layout: Layout) -> object:
         order = (layout.order, layout.max_in_flight, layout.num_pipelines, layout.ahead, layout.late)
-        names = (*order, layout.times, layout.hops_s, layout.queues_s, layout.sums_s, layout.num_stages, layout.recomputed)
-        return (*names, layout.branches or layout.cut(problem).graph, self._shares(problem, layout))
+        stages = (layout.num_stages, layout.recomputed, layout.divided, layout.late_weight_grads)
+        times = (layout.times, layout.hops_s, layout.queues_s, layout.sums_s)
+        return order, stages, times, layout.branches or layout.cut(problem).graph, self._shares(problem, layout)
 
     def _shares(self, problem: Problem, layout: Layout) -> object:
         return layout.shares(problem)

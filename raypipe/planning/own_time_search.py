@@ -32,6 +32,7 @@ _TEMPERATURE = 0.1
 _POOL = 4
 _SLACK = 1.03
 _STAGE_WORK_S = 30e-6
+_WEIGHT_SHARE = 0.5  # About the part of a backward that computes the gradients of weights.
 
 
 def most_workers(problem: Problem) -> int:
@@ -54,8 +55,7 @@ class OwnTimeSearch:
 
     def run(self, begin: Iterable[Layout], evaluated: list[Evaluation]) -> None:
         """Add simulated layouts, the best first, to those that were evaluated; of `begin`, those of one stage for each worker count."""
-        most = most_workers(self.evaluator.problem)
-        starts = dict.fromkeys(self._plain(layout) for layout in begin if layout.has_estimate and 1 < layout.num_stages <= most)
+        starts = dict.fromkeys(self._plain(layout) for layout in begin if layout.has_estimate and layout.num_stages in self._sizes)
         moves = Moves(self.evaluator.problem, (ORDER,), self.least_s)
         rng = random.Random(3)
         num_workers = max((start.num_stages for start in starts), default=1)
@@ -87,8 +87,9 @@ class OwnTimeSearch:
         links: dict[str, tuple[float, float]] = {}  # When each link begins, and its seconds for each microbatch.
         for stage, group in enumerate(layout.workers):
             forward_s, backward_s, sum_s = estimator.stage(group, layout.cuts[stage], layout.cuts[stage + 1])
+            weight_grads_s = num_microbatches * _WEIGHT_SHARE * backward_s
             backward_s += forward_s if stage in again else 0.0  # not times a truth value: it may be infinite
-            longest_s = max(longest_s, head_s + num_microbatches * (forward_s + backward_s) + sum_s)
+            longest_s = max(longest_s, head_s + num_microbatches * (forward_s + backward_s) + self._behind_s(sum_s, weight_grads_s))
             if stage + 1 == layout.num_stages:
                 break
             num_bytes, behind = float(problem.crossing_bytes[layout.cuts[stage + 1]]), layout.workers[stage + 1]
@@ -99,6 +100,18 @@ class OwnTimeSearch:
                     links[link] = (begins_s, busy_s + num_bytes * s_per_byte)
             head_s += forward_s + forth.latency_s + num_bytes * forth.s_per_byte
         return max([longest_s, *(begins_s + num_microbatches * busy_s for begins_s, busy_s in links.values())])
+
+    @property
+    def _sizes(self) -> range:
+        """Numbers of workers of the layouts with which it begins."""
+        return range(2, most_workers(self.evaluator.problem) + 1)
+
+    def _behind_s(self, sum_s: float, weight_grads_s: float) -> float:
+        """Return about the seconds of a stage's sum behind its last weight gradient."""
+        return sum_s
+
+    def _simulated(self, layout: Layout) -> Evaluation | None:
+        return own_times.simulated(self.evaluator, layout)
 
     def _rank(self, layout: Layout) -> tuple[float, str]:
         return self.least_s(layout), str(layout)
@@ -131,7 +144,7 @@ class OwnTimeSearch:
 
     def _simulate(self, layout: Layout, tried: set[object], evaluated: list[Evaluation]) -> None:
         tried.add(self._times(layout))
-        if (evaluation := own_times.simulated(self.evaluator, layout)) is not None:
+        if (evaluation := self._simulated(layout)) is not None:
             evaluated.append(evaluation)
             evaluated.sort(key=lambda each: each.rank)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial, reduce
@@ -14,6 +15,7 @@ from raypipe.planning.branch_placement import Layers
 from raypipe.planning.device_order import canonical
 from raypipe.planning.evaluator import Evaluation, LayoutEvaluator, better
 from raypipe.planning.extrapolation import MOST_SIMULATED, ShortEvaluator, evaluator_of
+from raypipe.planning.hidden_sums import HiddenSumSearch
 from raypipe.planning.late import with_hidden_transfers
 from raypipe.planning.layout import Layout
 from raypipe.planning.levels import node_pipelines
@@ -35,6 +37,7 @@ _MARGIN = 1.02
 _NUM_BRANCHED = 4  # Most workers on which branches are placed, each in many ways.
 _MANY_SIMULATIONS = 100  # With fewer, some orders stand for all.
 _MOST_RAMPED = 256  # Most devices for which cuts for the ramp, and orders by own times, are worth their time.
+_MOST_DIVIDED = 64  # Most devices for which a search for divided stages is worth its time.
 _NUM_RAMPED = 16  # Layouts of an order with split backwards whose later workers get less work.
 _NUM_CLIMBED = 3  # Kinds of orders with several stages or pipelines whose cuts are improved.
 _LEAST_STEPS = 3  # Of the search for forwards ahead, however small the budget.
@@ -47,6 +50,7 @@ _WHOLE_SHARE = 0.5
 _ONE_STAGE_SHARE = 0.6
 _RAMPED_SHARE = 0.5
 _OWN_TIMES_SHARE = 0.4
+_HIDDEN_SUMS_SHARE = 0.4
 _SEVERAL_SHARE = 0.6
 _BRANCHES_SHARE = 0.8
 _NEAR = 1.25  # Times the best layout within which layouts of other kinds are improved, where simulations take long.
@@ -172,6 +176,8 @@ class _Search:
         others: Evaluation | None = None
         with stopping.part(share=_ONE_STAGE_SHARE if several or overlapping else 1.0):
             others = self._of_one_stage(search, best) if schedule == AUTO else None
+        with stopping.part(share=_HIDDEN_SUMS_SHARE):
+            others = better(others, self._of_hidden_sums(search, best, others) if schedule == AUTO else None)
         # More pipelines have more sums, which late updates may hide: each number is compared with its transfers hidden.
         best_of: dict[tuple[str, int], Evaluation | None] = {}
         with stopping.part(share=_SEVERAL_SHARE):
@@ -196,6 +202,17 @@ class _Search:
             return None if evaluation is None else self.evaluator.simulate(evaluation.layout.relisted(layers))
 
         return _Found(in_own(found.certain), in_own(found.others), found.workers)
+
+    def _of_hidden_sums(self, search: LayoutSearch, *found: Evaluation | None) -> Evaluation | None:
+        """Return the best layout whose stages are divided, so that sums hide behind weight gradients."""
+        best = reduce(better, found, None)
+        begin = [each.layout for each in found if each is not None]
+        begin += search.best_layouts(max(self.budget.num_simulations // 20, 1))
+        limit_s = math.inf if best is None or best.missing_bytes else best.loss_s / _MARGIN
+        # Where estimates take long, the layouts found are divided, and no others.
+        few = self.evaluator.problem.num_devices <= _MOST_DIVIDED
+        effort = self.budget.num_simulations / SearchBudget.num_simulations if few else 0.0
+        return HiddenSumSearch(self.evaluator, effort, limit_s=limit_s).best(begin)
 
     def _of_one_stage(self, search: LayoutSearch, certain: Evaluation | None) -> Evaluation | None:
         """Return the best layout in other orders of one stage for each worker."""

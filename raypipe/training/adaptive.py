@@ -39,7 +39,7 @@ from raypipe.schedules.families import branch_aware
 from raypipe.schedules.ir import OpKind
 from raypipe.schedules.lower import Placement
 from raypipe.schedules.metrics import metrics as facts_of
-from raypipe.schedules.passes import one_of_repeated, recomputed_stages
+from raypipe.schedules.passes import division_of_stages, one_of_repeated, recomputed_stages
 from raypipe.simulation.simulator import simulate
 from raypipe.training.checks import check_alike, check_runnable
 from raypipe.training.record import RunRecord
@@ -385,9 +385,11 @@ def _choice_of(plan: Plan, policy: ConcurrencyPolicy, *, max_in_flight: float | 
     layers = tuple(itertools.chain(*stages))
     configured = None if max_in_flight is None else int(max_in_flight)
     limits = dict.fromkeys((configured, None, plan.schedule.num_stages, plan.schedule.num_stages + 1))
-    for num_pipelines in (0, len(plan.schedule.pipelines)):
-        for limit in limits:
-            layout = Layout(cuts, workers, plan.schedule.name, limit, num_pipelines, recomputed).relisted(layers)
+    # A generator's own stages come first: one worker of `interleaved` has the same ones.
+    for counts, late in dict.fromkeys((((), 0), division_of_stages(plan.schedule))):
+        for num_pipelines, limit in itertools.product((0, len(plan.schedule.pipelines)), limits):
+            layout = Layout(cuts, workers, plan.schedule.name, limit, num_pipelines, recomputed, divided=counts, late_weight_grads=late)
+            layout = layout.relisted(layers)
             choice = Choice(*division, layout, rows)
             evaluator = policy.planner.evaluator_of(choice)
             try:

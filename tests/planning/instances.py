@@ -88,6 +88,22 @@ def _joining(links: tuple[Link, ...], num_devices: int, missing: float, rng: ran
     return tuple(link for of_pair in kept.values() for link in of_pair)
 
 
+def slow_sums(*, num_layers: int = 2, num_devices: int = 2, num_microbatches: int = 4, message_s: float = 0.0) -> Problem:
+    """Layers that take 0.2 s forth and 0.4 s back, with sums of two copies that take 0.6 s each."""
+    bandwidth = 1e9
+    profile = ModelProfile.uniform(
+        num_layers,
+        forward_s=0.2,
+        backward_s=0.4,
+        weight_grad_s=0.2,
+        output_bytes=round(message_s * bandwidth),
+        parameter_bytes=round(0.6 * bandwidth),
+        microbatch_size=4,
+    )
+    topology = ClusterTopology.uniform(num_devices, latency_s=0.0, bandwidth_bytes_per_s=bandwidth, devices_per_node=1)
+    return Problem(profile, topology, num_microbatches, 4)
+
+
 def islands(
     sizes: tuple[int, ...], *, within: float = 100.0, between: float = 1.0, parameter_bytes: int = 1000, num_layers: int = 8
 ) -> Problem:

@@ -112,9 +112,9 @@ def test_replicas_that_sum_much_over_slow_links_are_no_gain() -> None:
 
 
 def test_the_planner_chooses_replicas_by_itself() -> None:
-    found = plan(towers((1.0, 2.0), num_layers=4, kilobytes=200_000), node(4), 4, effort=0.1)
+    found = plan(towers((1.0, 2.0), num_layers=4, kilobytes=100_000), node(4), 4, effort=0.1)
     assert found.schedule.name == "branch-aware"
     assert [len(replicas) for replicas in found.workers] == [2, 2]
-    sum_s = 800e6 / 1e9  # of a worker's two stages; that of one hides behind the backwards of the other, and some of that inside its own
+    sum_s = 400e6 / 1e9  # of a worker's two stages; that of one hides behind the backwards of the other, and some of that inside its own
     assert found.predicted is not None
     assert 4 * 3 * 3 / 4 < found.predicted.update_s < 4 * 3 * 3 / 4 + sum_s / 2

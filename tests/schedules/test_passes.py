@@ -19,6 +19,8 @@ from raypipe.schedules.ir import Op, OpKind, Overlap, Schedule, Slot, StageGraph
 from raypipe.schedules.lower import Compute, lower
 from raypipe.schedules.metrics import metrics
 from raypipe.schedules.passes import (
+    divide_stages,
+    division_of_stages,
     first_update,
     forwards_ahead,
     late_updates,
@@ -273,6 +275,30 @@ def test_forwards_ahead_of_hops_are_valid_and_hold_as_much_more(
 
 def _is_forward(slot: Op | Overlap) -> bool:
     return isinstance(slot, Op) and slot.kind is OpKind.FORWARD
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zb-h1", "zb-h2", "list", "gpipe"])
+@given(counts=st.lists(st.integers(1, 4), min_size=1, max_size=4), num_microbatches=st.integers(1, 9), late=st.integers(0, 10))
+def test_divided_stages_compute_the_last_weight_gradients_last_and_from_the_last_stage(
+    name: str, counts: list[int], num_microbatches: int, late: int
+) -> None:
+    whole = catalogue.build(name, ScheduleRequest(len(counts), max(num_microbatches, len(counts)), 2))
+    graph = StageGraph.chain(sum(counts))
+    found = divide_stages(whole, counts, graph=graph, late_weight_grads=late)
+    validate(found)
+    assert found.graph == graph
+    num_late = min(late, whole.num_microbatches)
+    for worker, count in enumerate(counts):
+        first = sum(counts[:worker])
+        for update in range(2):
+            ops = [op for slot in found.programs[worker] for op in ops_of(slot) if found.update(op) == update]
+            end = next(position for position, op in enumerate(ops) if op.kind is OpKind.UPDATE)
+            last = [op for op in ops[end - count * num_late : end]]
+            assert [op.kind for op in last] == [OpKind.WEIGHT_GRADIENT] * (count * num_late)
+            assert [op.stage for op in last] == [stage for stage in reversed(range(first, first + count)) for _ in range(num_late)]
+    of_divided, num_last = division_of_stages(found)
+    assert of_divided == (tuple(counts) if max(counts) > 1 else ())
+    assert num_last >= num_late or not of_divided, "the order may have had some last anyway"
 
 
 def test_forwards_ahead_of_a_worker_alone_deadlock_and_are_refused() -> None:

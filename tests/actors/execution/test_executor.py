@@ -24,10 +24,19 @@ from raypipe.models.gpt import gpt
 from raypipe.models.mlp import mlp
 from raypipe.models.towers import two_towers
 from raypipe.schedules.catalogue import SPECS, build
-from raypipe.schedules.ir import Op, OpKind, Schedule, UpdateScope, WeightRule, dependencies
+from raypipe.schedules.ir import Op, OpKind, Schedule, StageGraph, UpdateScope, WeightRule, dependencies
 from raypipe.schedules.lower import Placement, Recv
 from raypipe.schedules.metrics import metrics
-from raypipe.schedules.passes import evaluation, forwards_ahead, late_updates, over_graph, recompute, recomputed_stages, shard_optimizer
+from raypipe.schedules.passes import (
+    divide_stages,
+    evaluation,
+    forwards_ahead,
+    late_updates,
+    over_graph,
+    recompute,
+    recomputed_stages,
+    shard_optimizer,
+)
 from raypipe.schedules.reductions import add_reductions
 from raypipe.schedules.request import ScheduleRequest
 from raypipe.schedules.validate import validate
@@ -141,6 +150,21 @@ def test_twenty_updates_in_float32_equal_the_unsplit_model(
 def test_every_bundled_schedule_of_a_chain_is_trained_here() -> None:
     # branch-aware trains a model with branches in tests/models/test_branches.py.
     assert {str(case.values[0]) for case in [*SCHEDULES, *ASYNCHRONOUS]} == {spec.name for spec in SPECS} - {"branch-aware"}
+
+
+@pytest.mark.parametrize("name", ["gpipe", "1f1b", "list", "zb-h1", "zb-h2", "zb-auto"])
+@pytest.mark.parametrize("late", [0, 1, 3])
+def test_divided_stages_with_copies_equal_the_unsplit_model(unsplit: dict[torch.dtype, Trained], name: str, late: int) -> None:
+    model = mlp(num_layers=8, dtype="float64")
+    whole = build(name, ScheduleRequest(2, NUM_MICROBATCHES, 5))
+    schedule = divide_stages(whole, (1, 4), graph=StageGraph.chain(5), late_weight_grads=late)
+    cut = Cut.of_sizes([4, 1, 1, 1, 1], model.edges())
+    placement = Placement((((0, 1 / 3), (1, 2 / 3)), ((2, 0.5), (3, 0.5))))
+    for again in (schedule, recompute(schedule, (1, 3))):
+        run = pipeline(model, again, cut, RandomRows(), placement)
+        assert losses_of(run, NUM_UPDATES // 5) == pytest.approx(unsplit[torch.float64].losses, abs=1e-10)
+        for index, copies in layers_of(run).items():
+            assert largest_difference(copies[0], unsplit[torch.float64].layers[index]) < 1e-10
 
 
 def test_four_pipelines_equal_the_unsplit_model(unsplit: dict[torch.dtype, Trained]) -> None:

@@ -1,0 +1,154 @@
+"""Sums of gradients behind weight gradients: stages that are divided, and whose last weight gradients stand last (`passes.divide_stages`).
+
+Sums of gradients between copies wait for a stage's last weight gradient, and nothing is left to compute meanwhile but the rest of one
+backward. Where networks are slow, they hold up all devices. With the weight gradients of several microbatches at the end, part by part of a
+stage, the sums of one part hide behind the weight gradients of the parts before it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from bisect import bisect_left
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from raypipe import stopping
+from raypipe.planning.evaluator import Evaluation, better
+from raypipe.planning.layout import Layout
+from raypipe.planning.own_time_search import OwnTimeSearch
+from raypipe.planning.problem import Problem
+
+_WAYS = (("list", 0.5), ("list", 1.0), ("1f1b", 1.0), ("zb-h1", 0.5), ("zb-h2", 1.0))
+"""Orders of one stage on each worker, and the part of the microbatches whose weight gradients stand last."""
+_NUM_PARTS = 4
+_MOST_PARTS = 16
+_NUM_TRIED = 2  # Ways to divide a layout that are tried on all, once all were tried on the first ones.
+_NUM_FIRST = 4
+_MOST_STEPS = 6
+
+
+@dataclass(frozen=True)
+class Division:
+    """How a layout's stages are divided.
+
+    Attributes:
+        order: Order that is divided.
+        num_parts: Parts of each stage with copies, of which one with fewer layers has as many as layers.
+        late: Microbatches whose weight gradients stand last.
+    """
+
+    order: str
+    num_parts: int
+    late: int
+
+    def of(self, problem: Problem, layout: Layout) -> Layout:
+        """Return the divided layout of one that has copies and one stage on each worker."""
+        weight_s = problem.prefix_s[:, 2].mean(axis=0)
+        counts: list[int] = []
+        cuts: list[int] = []
+        for group, (first, end) in zip(layout.workers, itertools.pairwise(layout.cuts), strict=True):
+            counts.append(min(self.num_parts, end - first) if len(group) > 1 else 1)
+            cuts += _equal_parts(weight_s[first : end + 1].tolist(), first, counts[-1])
+        return Layout((*cuts, layout.cuts[-1]), layout.workers, self.order, divided=tuple(counts), late_weight_grads=self.late)
+
+    def neighbors(self, num_microbatches: int) -> Iterator[Division]:
+        """Yield other divisions of the same order."""
+        for num_parts in (self.num_parts // 2, self.num_parts * 2):
+            if 1 <= num_parts <= _MOST_PARTS:
+                yield replace(self, num_parts=num_parts)
+        for late in (self.late // 2, (self.late + num_microbatches + 1) // 2, min(self.late * 2, num_microbatches)):
+            if late != self.late:
+                yield replace(self, late=late)
+
+
+def _equal_parts(seconds: list[float], first: int, count: int) -> list[int]:
+    """Return the first layer of each of so many parts of a stage; `seconds` are those before each layer, and before the end."""
+    size = len(seconds) - 1
+    cuts = [0]
+    for part in range(1, count):
+        mark = seconds[0] + (seconds[-1] - seconds[0]) * part / count
+        at = bisect_left(seconds, mark)
+        cuts.append(min(max(at, cuts[-1] + 1), size - (count - part)))
+    return [first + cut for cut in cuts]
+
+
+@dataclass
+class HiddenSumSearch(OwnTimeSearch):
+    """Search for layouts with divided stages, for one problem.
+
+    Attributes:
+        limit_s: Seconds of an update that a layout must promise to beat.
+    """
+
+    limit_s: float = math.inf
+    _gains: dict[Division, int] = field(default_factory=dict, repr=False)
+    _num_divided: int = field(default=0, repr=False)
+
+    def best(self, begin: list[Layout]) -> Evaluation | None:
+        """Return the best divided layout near some layouts of one stage for each worker; `None` where none of them has copies."""
+        evaluated: list[Evaluation] = []
+        self.run((layout for layout in begin if layout.has_copies and layout.has_estimate), evaluated)
+        best = evaluated[0] if evaluated else None
+        with stopping.part():
+            for _ in range(_MOST_STEPS if best is not None else 0):
+                assert best is not None, "there is a layout to begin with"
+                found = best
+                for division in _division(best.layout).neighbors(self.evaluator.problem.num_microbatches):
+                    found = better(found, self.evaluator.simulate(division.of(self.evaluator.problem, _whole(best.layout)))) or found
+                if found is best:
+                    break
+                best = found
+        return best
+
+    @property
+    def _sizes(self) -> range:
+        return range(1, self.evaluator.problem.num_layers + 1)
+
+    def _least_s(self, layout: Layout) -> float:
+        least_s = super()._least_s(layout) if layout.has_copies else math.inf
+        return least_s if least_s < self.limit_s else math.inf
+
+    def _behind_s(self, sum_s: float, weight_grads_s: float) -> float:
+        # All weight gradients last, part by part: the sum begins behind those of one part, and lasts at least as long as that of the last.
+        return max(sum_s / _NUM_PARTS, sum_s - weight_grads_s * (1 - 1 / _NUM_PARTS))
+
+    def _simulated(self, layout: Layout) -> Evaluation | None:
+        problem = self.evaluator.problem
+        if not layout.has_copies:
+            return None
+        found: list[tuple[tuple[float, float], Division, Evaluation]] = []
+        for division in self._divisions():
+            evaluation = self.evaluator.simulate(division.of(problem, layout))
+            if evaluation is not None:
+                found.append((evaluation.rank, division, evaluation))
+        if not found:
+            return None
+        self._num_divided += 1
+        _, division, best = min(found, key=lambda each: each[0])
+        self._gains[division] = self._gains.get(division, 0) + 1
+        return best
+
+    def _divisions(self) -> list[Division]:
+        num_microbatches = self.evaluator.problem.num_microbatches
+        divisions = [Division(order, _NUM_PARTS, math.ceil(share * num_microbatches)) for order, share in _WAYS]
+        if self._num_divided < _NUM_FIRST:
+            return divisions
+        return sorted(divisions, key=lambda division: -self._gains.get(division, 0))[:_NUM_TRIED]
+
+    def _plain(self, layout: Layout) -> Layout:
+        return super()._plain(_whole(layout))
+
+
+def _whole(layout: Layout) -> Layout:
+    """Return a divided layout with each stage as it was before, in its order."""
+    if not layout.divided:
+        return layout
+    firsts = np.cumsum((0, *layout.divided)).tolist()
+    return Layout(tuple(layout.cuts[first] for first in firsts), layout.workers, layout.order)
+
+
+def _division(layout: Layout) -> Division:
+    return Division(layout.order, max(layout.divided), layout.late_weight_grads)
