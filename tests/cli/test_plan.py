@@ -81,8 +81,8 @@ def test_an_update_that_takes_no_time_is_shown_without_a_rate(run: Run, tmp_path
 
 def test_a_plan_explains_itself(run: Run, inputs: tuple[object, ...]) -> None:
     figures = run("plan", *inputs, "--microbatches", 8, *QUICK, "--explain", "--json").document
-    best = {one["schedule"]: one["update_s"] for one in figures["tried"] if not one["missing_bytes"]}
-    assert min(best.values()) == pytest.approx(figures["update_s"])
+    best = [one["update_s"] for one in figures["tried"] if not one["missing_bytes"]]
+    assert min(best) == pytest.approx(figures["update_s"])
     assert all(one["cost_s"] == pytest.approx(figures["update_s"] - one["update_s"]) for one in figures["without"])
     assert all(one["saved_s"] == pytest.approx(figures["update_s"] - one["update_s"]) for one in figures["helps"])
     assert figures["binds"] in {None, *(one["limit"] for one in figures["helps"])}
@@ -158,7 +158,7 @@ def test_where_memory_is_short_forwards_run_again_unless_that_is_forbidden(run: 
 def test_how_to_divide_a_batch_is_chosen_too(run: Run, inputs: tuple[object, ...]) -> None:
     figures = run("plan", *inputs, "--batch-size", 32, *QUICK, "--json").document
     assert figures["num_microbatches"] * figures["microbatch_size"] == 32
-    assert figures["num_microbatches"] > 1
+    assert figures["update_s"] <= run("plan", *inputs, "--microbatches", 8, *QUICK, "--json").document["update_s"]
     for arguments in ((), ("--batch-size", 32, "--microbatches", 4), ("--batch-size", 32, "--microbatch-size", 4)):
         assert "give either --microbatches" in refused(run("plan", *inputs, *arguments))
 
