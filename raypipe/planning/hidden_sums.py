@@ -119,21 +119,18 @@ class HiddenSumSearch(OwnTimeSearch):
         problem = self.evaluator.problem
         if not layout.has_copies:
             return None
-        found: list[tuple[tuple[float, float], Division, Evaluation]] = []
-        for division in self._divisions():
-            evaluation = self.evaluator.simulate(division.of(problem, layout))
-            if evaluation is not None:
-                found.append((evaluation.rank, division, evaluation))
+        tried = {division: self.evaluator.simulate(division.of(problem, layout)) for division in self._divisions()}
+        found = {division: evaluation for division, evaluation in tried.items() if evaluation is not None}
         if not found:
             return None
+        division = min(found, key=lambda each: found[each].rank)
         self._num_divided += 1
-        _, division, best = min(found, key=lambda each: each[0])
         self._gains[division] = self._gains.get(division, 0) + 1
-        return best
+        return found[division]
 
     def _divisions(self) -> list[Division]:
         num_microbatches = self.evaluator.problem.num_microbatches
-        divisions = [Division(order, _NUM_PARTS, math.ceil(share * num_microbatches)) for order, share in _WAYS]
+        divisions = list(dict.fromkeys(Division(order, _NUM_PARTS, math.ceil(share * num_microbatches)) for order, share in _WAYS))
         if self._num_divided < _NUM_FIRST:
             return divisions
         return sorted(divisions, key=lambda division: -self._gains.get(division, 0))[:_NUM_TRIED]
