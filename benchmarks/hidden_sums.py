@@ -4,9 +4,11 @@
     python benchmarks/hidden_sums.py --simulate                                                      # on any machine
 
 Four nodes, each with one device and the same wire to every other one. The models are those of `models.py` with seconds and bytes divided so
-that an update takes some seconds: what computes waits for that time, messages and sums are real. Three plans of each model: all devices
-with copies of the whole model, whose sums overlap the last backward in buckets, as data parallelism does it everywhere; the same with
-divided stages (`raypipe.planning.hidden_sums`); and the plan that raypipe chooses.
+that an update takes some seconds: what computes waits for that time, messages and sums are real. What an F and a B take beyond their waits
+is fitted to a rehearsal of the first plan, and known to the planner.
+
+Three plans of each model: all devices with copies of the whole model, whose sums overlap the last backward in buckets, as data parallelism
+does it everywhere; the same with divided stages (`raypipe.planning.hidden_sums`); and the plan that raypipe chooses.
 """
 
 from __future__ import annotations
@@ -14,11 +16,12 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from models import makers
-from planners_on_wire import CASES, MBIT, NUM_NODES, Case, network
+from planners_on_wire import CASES, MBIT, NUM_NODES, Case, fitted, network
 from rounds import Summary, in_rounds, print_table, write_json
 from wire import on_nodes, rehearsed_s, scaled
 
@@ -32,12 +35,16 @@ from raypipe.planning.solve import solve
 MODELS = CASES | {"resnet50": Case("resnet50", 8, 3.0, 1 / 8), "inception_v3": Case("inception_v3", 8, 2.0, 1 / 8)}
 
 
+def whole(problem: Problem) -> Layout:
+    """Return copies of the whole model on all devices."""
+    return Layout((0, problem.num_layers), (tuple(range(problem.num_devices)),), "1f1b")
+
+
 def plans(problem: Problem) -> Iterator[tuple[str, Plan]]:
     """Yield the plans that are compared."""
     evaluator = LayoutEvaluator(problem)
-    whole = Layout((0, problem.num_layers), (tuple(range(problem.num_devices)),), "1f1b")
-    copies = evaluator.simulate(whole)
-    divided = HiddenSumSearch(evaluator, effort=0.0).best([whole])
+    copies = evaluator.simulate(whole(problem))
+    divided = HiddenSumSearch(evaluator, effort=0.0).best([whole(problem)])
     found: dict[str, Evaluation | None] = {"copies": copies, "copies, divided": divided, "raypipe": solve(LayoutEvaluator(problem))}
     for name, evaluation in found.items():
         assert evaluation is not None, "all devices are linked"
@@ -49,15 +56,24 @@ def compared(name: str, *, mbit: float, rounds: int) -> dict[str, Any]:
     of_pairs = {(one, other): mbit * MBIT for one in range(NUM_NODES) for other in range(NUM_NODES) if one != other}
     case = MODELS[name]
     profile = scaled(makers()[case.model](), seconds=case.seconds, num_bytes=case.num_bytes)
-    of_name = dict(plans(Problem(profile, network(of_pairs), case.num_microbatches, profile.microbatch_size)))
+    problem = Problem(profile, network(of_pairs), case.num_microbatches, profile.microbatch_size)
+    if not rounds:
+        return _result(name, mbit, dict(plans(problem)))
+    with on_nodes(NUM_NODES, 1, rates=of_pairs) as (machines, commands):
+        evaluator = LayoutEvaluator(problem)
+        copies = evaluator.simulate(whole(problem))
+        assert copies is not None, "all devices are linked"
+        overheads = fitted(machines, commands, evaluator.plan(copies, planner="copies", lower_bound_s=0.0))
+        of_name = dict(plans(replace(problem, topology=replace(problem.topology, overheads=overheads))))
+        runs = {planner: partial(rehearsed_s, machines, commands, plan, num_updates=1) for planner, plan in of_name.items()}
+        rehearsed = {planner: Summary.of(values) for planner, values in in_rounds(runs, num_rounds=rounds).items()}
+    return _result(name, mbit, of_name) | {"overheads": overheads, "rehearsed_s": rehearsed}
+
+
+def _result(name: str, mbit: float, of_name: dict[str, Plan]) -> dict[str, Any]:
     simulated = {planner: plan.predicted.update_s for planner, plan in of_name.items() if plan.predicted is not None}
-    result: dict[str, Any] = {"name": name, "mbit": mbit, "simulated_s": simulated}
-    result["orders"] = {planner: f"{plan.schedule.name}, {len(plan.stages)} stages" for planner, plan in of_name.items()}
-    if rounds:
-        with on_nodes(NUM_NODES, 1, rates=of_pairs) as (machines, commands):
-            runs = {planner: partial(rehearsed_s, machines, commands, plan, num_updates=1) for planner, plan in of_name.items()}
-            result["rehearsed_s"] = {planner: Summary.of(values) for planner, values in in_rounds(runs, num_rounds=rounds).items()}
-    return result
+    orders = {planner: f"{plan.schedule.name}, {len(plan.stages)} stages" for planner, plan in of_name.items()}
+    return {"name": name, "mbit": mbit, "simulated_s": simulated, "orders": orders}
 
 
 def _rows(result: dict[str, Any]) -> Iterator[dict[str, str]]:

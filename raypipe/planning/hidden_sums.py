@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from raypipe import stopping
-from raypipe.planning.evaluator import Evaluation, better
+from raypipe.planning.evaluator import Evaluation
 from raypipe.planning.layout import Layout
 from raypipe.planning.own_time_search import OwnTimeSearch
 from raypipe.planning.problem import Problem
@@ -28,6 +28,7 @@ _MOST_PARTS = 16
 _NUM_TRIED = 2  # Ways to divide a layout that are tried on all, once all were tried on the first ones.
 _NUM_FIRST = 4
 _MOST_STEPS = 6
+_LEAST_GAIN = 1.01  # Of twice as many parts.
 
 
 @dataclass(frozen=True)
@@ -95,9 +96,9 @@ class HiddenSumSearch(OwnTimeSearch):
         with stopping.part():
             for _ in range(_MOST_STEPS if best is not None else 0):
                 assert best is not None, "there is a layout to begin with"
-                found = best
-                for division in _division(best.layout).neighbors(self.evaluator.problem.num_microbatches):
-                    found = better(found, self.evaluator.simulate(division.of(self.evaluator.problem, _whole(best.layout)))) or found
+                divisions = _division(best.layout).neighbors(self.evaluator.problem.num_microbatches)
+                tried = [self.evaluator.simulate(division.of(self.evaluator.problem, _whole(best.layout))) for division in divisions]
+                found = min((best, *filter(None, tried)), key=_rank)
                 if found is best:
                     break
                 best = found
@@ -145,6 +146,11 @@ def _whole(layout: Layout) -> Layout:
         return layout
     firsts = np.cumsum((0, *layout.divided)).tolist()
     return Layout(tuple(layout.cuts[first] for first in firsts), layout.workers, layout.order)
+
+
+def _rank(evaluation: Evaluation) -> tuple[float, float]:
+    """Sort key: twice as many parts must gain something, since each Op takes time of its host that few topologies state."""
+    return evaluation.missing_bytes, evaluation.loss_s * _LEAST_GAIN ** max(evaluation.layout.divided).bit_length()
 
 
 def _division(layout: Layout) -> Division:
