@@ -28,6 +28,7 @@ _MOST_PARTS = 16
 _NUM_TRIED = 2  # Ways to divide a layout that are tried on all, once all were tried on the first ones.
 _NUM_FIRST = 4
 _MOST_STEPS = 6
+_SLACK = 1.1  # Of estimates.
 _LEAST_GAIN = 1.01  # Of twice as many parts.
 
 
@@ -81,7 +82,7 @@ class HiddenSumSearch(OwnTimeSearch):
     """Search for layouts with divided stages, for one problem.
 
     Attributes:
-        limit_s: Seconds of an update that a layout must promise to beat.
+        limit_s: Seconds of an update that layouts must come near to be simulated.
     """
 
     limit_s: float = math.inf
@@ -109,8 +110,7 @@ class HiddenSumSearch(OwnTimeSearch):
         return range(1, self.evaluator.problem.num_layers + 1)
 
     def _least_s(self, layout: Layout) -> float:
-        least_s = super()._least_s(layout) if layout.has_copies else math.inf
-        return least_s if least_s < self.limit_s else math.inf
+        return super()._least_s(layout) if layout.has_copies else math.inf
 
     def _behind_s(self, sum_s: float, weight_grads_s: float) -> float:
         # All weight gradients last, part by part: the sum begins behind those of one part, and lasts at least as long as that of the last.
@@ -118,7 +118,7 @@ class HiddenSumSearch(OwnTimeSearch):
 
     def _simulated(self, layout: Layout) -> Evaluation | None:
         problem = self.evaluator.problem
-        if not layout.has_copies:
+        if self.least_s(layout) >= self.limit_s * _SLACK:
             return None
         tried = {division: self.evaluator.simulate(division.of(problem, layout)) for division in self._divisions()}
         found = {division: evaluation for division, evaluation in tried.items() if evaluation is not None}

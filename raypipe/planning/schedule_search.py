@@ -208,7 +208,7 @@ class _Search:
         best = reduce(better, found, None)
         begin = [each.layout for each in found if each is not None]
         begin += search.best_layouts(max(self.budget.num_simulations // 20, 1))
-        limit_s = math.inf if best is None or best.missing_bytes else best.loss_s / _MARGIN
+        limit_s = math.inf if best is None or best.missing_bytes else best.loss_s
         # Where estimates take long, the layouts found are divided, and no others.
         few = self.evaluator.problem.num_devices <= _MOST_DIVIDED
         effort = self.budget.num_simulations / SearchBudget.num_simulations if few else 0.0
