@@ -238,25 +238,24 @@ def division_of_stages(schedule: Schedule) -> tuple[tuple[int, ...], int]:
 
 
 def _divided(schedule: Schedule, program: Sequence[Slot], parts: Sequence[range], num_late: int) -> Iterator[Op]:
+    ops = [op for slot in program for op in ops_of(slot)]  # Orders of one stage on each worker have single Ops.
     gradients: dict[tuple[int, int], list[Op]] = {}
-    for slot in program:
-        assert isinstance(slot, Op), "orders of one stage on each worker have single Ops"
-        if slot.kind.writes_gradient:
-            gradients.setdefault((slot.stage, schedule.update(slot)), []).append(slot)
+    for op in ops:
+        if op.kind.writes_gradient:
+            gradients.setdefault((op.stage, schedule.update(op)), []).append(op)
     late = {op for of_update in gradients.values() for op in of_update[max(len(of_update) - num_late, 0) :]}
     waiting: list[Op] = []
-    for slot in program:
-        assert isinstance(slot, Op), "as above"
-        if slot.kind.per_update:
-            yield from (op._replace(kind=OpKind.WEIGHT_GRADIENT, stage=part) for part in reversed(parts[slot.stage]) for op in waiting)
+    for op in ops:
+        of_stage = parts[op.stage]
+        if op.kind.per_update:
+            yield from (one._replace(kind=OpKind.WEIGHT_GRADIENT, stage=part) for part in reversed(of_stage) for one in waiting)
             waiting = []
-        if slot in late:
-            waiting.append(slot)
-            if slot.kind is OpKind.WEIGHT_GRADIENT:
-                continue
-            slot = slot._replace(kind=OpKind.INPUT_GRADIENT)
-        of_stage = parts[slot.stage] if slot.kind is OpKind.FORWARD else reversed(parts[slot.stage])
-        yield from (slot._replace(stage=part) for part in of_stage)
+        if op not in late:
+            yield from (op._replace(stage=part) for part in (of_stage if op.kind is OpKind.FORWARD else reversed(of_stage)))
+            continue
+        waiting.append(op)
+        if op.kind is OpKind.BACKWARD:
+            yield from (op._replace(kind=OpKind.INPUT_GRADIENT, stage=part) for part in reversed(of_stage))
 
 
 def recomputed_stages(schedule: Schedule) -> tuple[int, ...]:
