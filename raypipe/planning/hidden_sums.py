@@ -68,6 +68,7 @@ class Division:
 
 def _equal_parts(seconds: list[float], first: int, count: int) -> list[int]:
     """Return the first layer of each of so many parts of a stage; `seconds` are those before each layer, and before the end."""
+    # The least largest part (`balance.balanced_sizes`) takes longer to find, and updates were no shorter by it.
     size = len(seconds) - 1
     cuts = [0]
     for part in range(1, count):
