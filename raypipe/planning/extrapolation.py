@@ -19,20 +19,27 @@ _GAIN = 2  # Least factor by which two short updates must be shorter than the lo
 _GAIN_OF_MERGED = 1.5  # The same on many devices, where each simulation takes long.
 # Least microbatches per device by which the two short updates differ; the shorter one has twice as many, enough to fill any schedule.
 _FULL = 2
+_LEAST_UNIT = 8  # Microbatches by which they differ at least: those of few devices come with a period that is longer than the pipeline.
 _MOST_KEPT = 4
 MOST_EXACT = 32_768  # Microbatches x devices up to which the last layouts are simulated as whole updates, device by device.
 MOST_SIMULATED = 4_096  # Microbatches x devices up to which many layouts are simulated as whole updates in the end.
 
 
-def short_lengths(num_microbatches: int, num_devices: int, *, gain: float = _GAIN) -> tuple[int, int] | None:
+def short_lengths(num_microbatches: int, num_devices: int, *, gain: float = _GAIN, late: int = 0) -> tuple[int, int] | None:
     """Return the microbatches of two short updates that stand for a long one; `None` where that saves little.
 
     Schedules need multiples of their stages, so divisors of the long update up to twice the devices divide the short ones.
+
+    Args:
+        num_microbatches: Of the long update.
+        num_devices: Of which each has one stage.
+        gain: The least factor by which the short ones together are shorter.
+        late: Microbatches whose weight gradients stand last; as many others stand before them as without these.
     """
     divisors = (number for number in range(1, 2 * num_devices + 1) if num_microbatches % number == 0)
     period = math.lcm(*divisors)
-    unit = period * math.ceil(_FULL * num_devices / period)
-    fewer = num_microbatches % unit + 2 * unit
+    unit = period * math.ceil(max(_FULL * num_devices, _LEAST_UNIT) / period)
+    fewer = num_microbatches % unit + (2 + math.ceil(late / unit)) * unit
     more = fewer + unit
     return (fewer, more) if gain * (fewer + more) <= num_microbatches else None
 
@@ -69,7 +76,7 @@ class ShortEvaluator(LayoutEvaluator):
     def lengths(self, layout: Layout) -> tuple[int, int] | None:
         """Return the microbatches of the two updates that stand for the whole one; `None` where it is simulated."""
         gain = _GAIN_OF_MERGED if self.merges else _GAIN
-        return short_lengths(self.problem.num_microbatches, len(layout.workers), gain=gain)
+        return short_lengths(self.problem.num_microbatches, len(layout.workers), gain=gain, late=layout.late_weight_grads)
 
     def simulate_exactly(self, layout: Layout) -> Evaluation | None:
         """Extrapolate a layout from two short updates; see `LayoutEvaluator`."""

@@ -25,6 +25,7 @@ _WAYS = (("list", 0.5), ("list", 1.0), ("1f1b", 1.0), ("zb-h1", 0.5), ("zb-h2", 
 """Orders of one stage on each worker, and the part of the microbatches whose weight gradients stand last."""
 _NUM_PARTS = 4
 _MOST_PARTS = 16
+_MOST_LATE = 32  # Microbatches to begin with: more rarely help, and hold their activations.
 _NUM_TRIED = 2  # Ways to divide a layout that are tried on all, once all were tried on the first ones.
 _NUM_FIRST = 4
 _MOST_STEPS = 6
@@ -132,7 +133,8 @@ class HiddenSumSearch(OwnTimeSearch):
 
     def _divisions(self) -> list[Division]:
         num_microbatches = self.evaluator.problem.num_microbatches
-        divisions = list(dict.fromkeys(Division(order, _NUM_PARTS, math.ceil(share * num_microbatches)) for order, share in _WAYS))
+        most = min(num_microbatches, _MOST_LATE)
+        divisions = list(dict.fromkeys(Division(order, _NUM_PARTS, math.ceil(share * most)) for order, share in _WAYS))
         if self._num_divided < _NUM_FIRST:
             return divisions
         return sorted(divisions, key=lambda division: -self._gains.get(division, 0))[:_NUM_TRIED]

@@ -35,6 +35,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from raypipe.cluster.signals import put_off
+from tests.multinode.cores import CoreGroup
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDERS = Path("/tmp")  # not the TMPDIR of whoever runs the tests: Ray's sockets lie below, and their paths may have 107 bytes
@@ -160,6 +161,7 @@ class Network:
         rates: float | Mapping[tuple[int, int], float] | None,
         islands: Sequence[Sequence[int]] | None,
         uplink: float | Sequence[float] | None,
+        cores: float | None = None,
     ) -> None:
         island_of = _islands(nodes, islands)
         wires = _rates(nodes, rates)
@@ -170,7 +172,7 @@ class Network:
         self.folder = _claim_folder(stack)
         self.name = self.folder.name
         self._switch = _Namespace("the switch", self.name, stack)
-        self._namespaces = [_Namespace(f"node {node.number}", self.name, stack) for node in self.nodes]
+        self._namespaces = [_Namespace(f"node {node.number}", self.name, stack, cores) for node in self.nodes]
         self._lay_cables(uplinks)
         peers = {node.number: node.ip for node in self.nodes}
         self._leaving = [
@@ -478,8 +480,9 @@ class _Namespace:
         pid: of the process that sleeps.
     """
 
-    def __init__(self, what: str, network: str, stack: contextlib.ExitStack) -> None:
+    def __init__(self, what: str, network: str, stack: contextlib.ExitStack, cores: float | None = None) -> None:
         self._what = f"{what} of {network}"
+        self._join = [] if cores is None else CoreGroup(f"{network}-{what.replace(' ', '')}", cores=cores, stack=stack).enter
         # The sleeping process is the first of its namespace: what loses its parent becomes its child, and must not stay a zombie.
         sleep = "read -r pid rest < /proc/self/stat; mount -t proc proc /proc; echo $pid; exec env --ignore-signal=CHLD sleep infinity"
         unshare = ["unshare", "--net", "--pid", "--mount", "--fork", "--kill-child", "sh", "-ec", sleep, network]
@@ -504,7 +507,7 @@ class _Namespace:
 
     def command(self, *argv: str) -> list[str]:
         """The command that runs another one inside; raises as `configure` does."""
-        return [*self._enter("--net", "--pid", "--mount"), *argv]
+        return [*self._join, *self._enter("--net", "--pid", "--mount"), *argv]
 
     def configure(self, program: str, lines: Sequence[str]) -> None:
         """Has `ip` or `tc` carry out some lines; the first that fails is an error.

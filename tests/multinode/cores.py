@@ -1,0 +1,67 @@
+"""A part of this machine's processors for all processes of a node, by control groups of the kernel.
+
+    group = CoreGroup("node0", cores=0.5, stack=stack)        # goes with the stack, behind all processes in it
+    subprocess.Popen([*group.enter, "python", "-c", "..."])   # a process in it, and whatever it starts
+
+What one node computes then takes nothing from another one, as on machines of their own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from pathlib import Path
+
+_ROOT = Path("/sys/fs/cgroup")
+_PERIOD_S = 0.01
+"""Within which a node gets its share; what it has used before, it waits for. A hundredth: shorter than messages and Ops take."""
+_REMOVED_S = 10.0
+
+
+def why_no_cores() -> str | None:
+    """The reason why nodes cannot have a part of the processors each; `None` where they can."""
+    if (_ROOT / "cpu" / "cpu.cfs_quota_us").exists():
+        return None
+    controllers = _ROOT / "cgroup.controllers"
+    if controllers.exists() and "cpu" in controllers.read_text().split():
+        return None
+    return f"no control groups for processors below {_ROOT}: mount the hierarchy of the cpu controller there"
+
+
+class CoreGroup:
+    """A control group that its processes share some cores in.
+
+    Attributes:
+        enter: the beginning of a command that runs in it.
+
+    Raises:
+        OSError: the kernel refuses the group; names the file.
+    """
+
+    def __init__(self, name: str, *, cores: float, stack: contextlib.ExitStack) -> None:
+        period_us = round(_PERIOD_S * 1e6)
+        quota_us = round(cores * period_us)
+        if (_ROOT / "cpu").is_dir():
+            folder = _ROOT / "cpu" / name
+            limits = {"cpu.cfs_period_us": f"{period_us}", "cpu.cfs_quota_us": f"{quota_us}"}
+        else:
+            folder = _ROOT / name
+            (_ROOT / "cgroup.subtree_control").write_text("+cpu")
+            limits = {"cpu.max": f"{quota_us} {period_us}"}
+        folder.mkdir()
+        stack.callback(_remove, folder)
+        for file, value in limits.items():
+            (folder / file).write_text(value)
+        self.enter = ["sh", "-ec", f'echo 0 > {folder}/cgroup.procs; exec "$@"', "sh"]
+
+
+def _remove(folder: Path) -> None:
+    """Removes a group as soon as the kernel has taken the last process out of it."""
+    deadline = time.monotonic() + _REMOVED_S
+    while True:
+        try:
+            return folder.rmdir()
+        except OSError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.05)
