@@ -300,10 +300,10 @@ def losses_of(storage: Path) -> list[float]:
 
 
 def run_with_faults(
-    mode: str, folder: Path, tokens: Path, plan: Path, kinds: list[str], *, seed: int, calm_s: float, cores: float | None
+    mode: str, folder: Path, tokens: Path, plan: Path, kinds: list[str], *, seed: int, calm_s: float, share: float | None
 ) -> tuple[dict[str, Any], list[float]]:
     """Strike a run; return its figures, and its losses."""
-    with small_disk(folder / mode) as storage, cluster(nodes=NUM_NODES, cpus_per_node=1, cores_per_node=cores) as machines:
+    with small_disk(folder / mode) as storage, cluster(nodes=NUM_NODES, cpus_per_node=1, core_share=share) as machines:
         run = Run(machines, [str(storage), str(tokens), str(NUM_UPDATES), mode, str(plan)])
         run.start()
         try:
@@ -320,7 +320,7 @@ def run_with_faults(
         update_s = undisturbed_s([seconds for _, _, seconds in run.updates])
         figures = {
             "mode": mode,
-            "cores_per_node": cores,
+            "core_share": share,
             "faults": len(kinds),
             "updates": last - first,
             "seconds": end_s - begin_s,
@@ -329,7 +329,7 @@ def run_with_faults(
             # Behind each fault: what it would be if the run ended there.
             "goodput_so_far": [(hit.updates - first) * update_s / (hit.end_s - begin_s) for hit in chaos.struck],
             "struck": [vars(hit) for hit in chaos.struck],
-            # Seconds since the first of these updates; then what was said, or the last update of a window and seconds of one of its updates.
+            # Seconds since the first of these updates; then what was said, or a window's last update and the seconds of one of its updates.
             "notices": [(round(at_s - begin_s, 2), text[:300]) for at_s, text in run.notices],
             "windows": [(round(at_s - begin_s, 2), update, round(seconds, 4)) for at_s, update, seconds in run.updates],
         }
@@ -342,10 +342,10 @@ def undisturbed_s(seconds: list[float]) -> float:
     return min(statistics.median(seconds[first : first + size]) for first in range(len(seconds) - size + 1))
 
 
-def calm_losses(folder: Path, tokens: Path, *, num_updates: int, plan: Path | None, cores: float | None) -> tuple[list[float], Path]:
+def calm_losses(folder: Path, tokens: Path, *, num_updates: int, plan: Path | None, share: float | None) -> tuple[list[float], Path]:
     """The losses of a run without faults, and the plan that it followed."""
     storage = folder / ("calm" if plan else "first")
-    with cluster(nodes=NUM_NODES, cpus_per_node=1, cores_per_node=cores) as machines:
+    with cluster(nodes=NUM_NODES, cpus_per_node=1, core_share=share) as machines:
         run = Run(machines, [str(storage), str(tokens), str(NUM_UPDATES), "recover", *([str(plan)] if plan else [])])
         run.start()
         try:
@@ -366,10 +366,10 @@ def main() -> None:
     parser.add_argument("--calm", type=float, default=6.0, help="seconds of undisturbed training before each fault, at least")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--modes", nargs="+", choices=MODES, default=["recover", "restart"], help="no-spares: without spare processes")
-    parser.add_argument("--cores", type=float, metavar="N", help="cores of this machine that each node has for itself; else all share them")
+    parser.add_argument("--core-share", type=float, metavar="PART", help="part of a core that each node has for itself")
     parser.add_argument("--json", help="file for all values")
     arguments = parser.parse_args()
-    cores = arguments.cores
+    share = arguments.core_share
     kinds = arguments.kinds or [KINDS[number % len(KINDS)] for number in range(arguments.faults - 1)]
     if not arguments.kinds:
         random.Random(arguments.seed).shuffle(kinds)
@@ -377,15 +377,15 @@ def main() -> None:
         folder = Path(name)
         tokens = folder / "tokens.parquet"
         prepare(str(Path(__file__).resolve().parents[1] / "docs"), output=tokens, validation_fraction=0.1)
-        _, plan = calm_losses(folder, tokens, num_updates=10, plan=None, cores=cores)
+        _, plan = calm_losses(folder, tokens, num_updates=10, plan=None, share=share)
         found = {}
         for mode in arguments.modes:
             # Who does not plan anew cannot do without a link.
             last = [] if arguments.kinds else ["link"]
             struck = kinds[: arguments.faults_anew] if mode == "restart" else [*kinds, *last]
-            found[mode] = run_with_faults(mode, folder, tokens, plan, struck, seed=arguments.seed, calm_s=arguments.calm, cores=cores)
+            found[mode] = run_with_faults(mode, folder, tokens, plan, struck, seed=arguments.seed, calm_s=arguments.calm, share=share)
         num_updates = max(len(losses) for _, losses in found.values())
-        calm = [] if arguments.no_losses else calm_losses(folder, tokens, num_updates=num_updates, plan=plan, cores=cores)[0]
+        calm = [] if arguments.no_losses else calm_losses(folder, tokens, num_updates=num_updates, plan=plan, share=share)[0]
     rows, document = [], []
     alike = min(len(figures["goodput_so_far"]) for figures, _ in found.values())
     for mode, (figures, losses) in found.items():

@@ -28,7 +28,8 @@ class LayerCache:
 
     def __init__(self, on: torch.device, *context: object) -> None:
         known = versions()
-        parts = (_kind(on), torch.get_num_threads(), known["python"], known["torch"], known["raypipe"], *context)
+        measured = [field.name for field in dataclasses.fields(LayerMeasurement)]
+        parts = (_kind(on), torch.get_num_threads(), known["python"], known["torch"], known["raypipe"], measured, *context)
         self._context = repr(parts)
         self._folder = cache_folder() / "layers"
 

@@ -25,6 +25,7 @@ class LayerMeasurement:
         looked_up_bytes: Their bytes as the optimizer steps them.
         reread_share: As in `LayerProfile`, whatever the optimizer.
         state_bytes: Bytes that the optimizer keeps; `None` where none has stepped.
+        fixed_share: Part of the seconds of forward and backward that half the rows take as well; `None` where that was not measured.
     """
 
     name: str
@@ -48,6 +49,7 @@ class LayerMeasurement:
     looked_up_bytes: int = 0
     reread_share: float | None = None
     state_bytes: int | None = None
+    fixed_share: float | None = None
 
 
 @dataclass(frozen=True)

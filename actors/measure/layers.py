@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import math
 import os
@@ -73,7 +74,7 @@ def measure_layers(
         for position, (key, index) in enumerate(unknown.items()):
             on_layer(f"measuring layer {position + 1} of {len(unknown)}{alike}{again}")
             weights = make.weights(index)
-            prepare(weights, outputs, batch, num_rows=make.num_rows(batch))
+            prepare(weights, outputs, batch, num_rows=_num_rows(batch))
             measured[key] = _Layer(model, weights, outputs, batch).measure(samples[key], effort)
     if cache is not None:
         for key in unknown:
@@ -113,10 +114,6 @@ class _Maker:
             on=self.on,
         )
 
-    @staticmethod
-    def num_rows(batch: Batch) -> int:
-        return len(next(iter(batch.values())))
-
 
 class _Comparison:
     """What each layer passes on, and the key that it has in common with the layers that cost the same."""
@@ -145,7 +142,7 @@ class _Comparison:
             return None if alike == index else {index: self._outputs_as_of(alike, index)}
 
         with trace.recorded(weights.module):
-            self.outputs |= prepare(weights, self.outputs, self._batch, num_rows=make.num_rows(self._batch), known=known)
+            self.outputs |= prepare(weights, self.outputs, self._batch, num_rows=_num_rows(self._batch), known=known)
         if alike != index:
             self.keys.append(self.keys[alike])
         else:
@@ -159,6 +156,10 @@ class _Comparison:
         )
 
 
+def _num_rows(batch: Batch) -> int:
+    return len(next(iter(batch.values())))
+
+
 _NUM_CACHED = 2_000_000  # numbers that fill the caches of a core: 8 MB
 
 
@@ -169,6 +170,7 @@ class _Samples:
     input_grad_s: list[float] = field(default_factory=list)
     weight_grad_s: list[float] = field(default_factory=list)
     update_s: list[float] = field(default_factory=list)
+    few_s: list[float] = field(default_factory=list)  # of forward and backward on half the rows
 
     @property
     def spread(self) -> float:
@@ -197,6 +199,22 @@ class _Layer:
         self.on = weights.on
         self.parameters = weights.versions.tensors(0)
         self.filler = torch.empty(_NUM_CACHED if self.on.type == "cpu" else 0)
+
+    def _on_half(self) -> _Layer | None:
+        """Return this layer on half the rows; `None` where there is one row, or where another shape would be compiled anew."""
+        num_rows = _num_rows(self.batch)
+        if num_rows < 2 or any(module._compiled_call_impl is not None for module in self.module.modules()):
+            return None
+        half = copy.copy(self)
+        half.batch = {name: tensor[: num_rows // 2] for name, tensor in self.batch.items()}
+        half.inputs = {
+            source: tuple(
+                dataclasses.replace(output, spec=dataclasses.replace(output.spec, shape=(num_rows // 2, *output.spec.shape[1:])))
+                for output in outputs
+            )
+            for source, outputs in self.inputs.items()
+        }
+        return half
 
     def measure(self, samples: _Samples, effort: Effort) -> LayerMeasurement:
         began_s = time.perf_counter()
@@ -233,14 +251,35 @@ class _Layer:
             looked_up_bytes=sum(self.weights.masters[at].nbytes for at in tables),
             reread_share=self.weights.lookups.reread_share(self.batch),
             state_bytes=None if effort.estimates else self._state_bytes(),
+            fixed_share=self._fixed_share(samples),
         )
+
+    def _added_to(self, seconds: list[float]) -> _Layer | None:
+        """Add the seconds of a forward and a backward; where the model's code takes no fewer rows, drop them and return `None`."""
+        try:
+            _, forward_s, backward_s = self._run_whole()
+        except Exception:  # whatever that code raises; a worker of several devices would fail with it, too
+            seconds.clear()
+            return None
+        seconds.append(forward_s + backward_s)
+        return self
+
+    def _fixed_share(self, samples: _Samples) -> float | None:
+        whole_s = lower_quartile(samples.forward_s) + lower_quartile(samples.backward_s)
+        if not samples.few_s or not whole_s:
+            return None
+        num_rows = _num_rows(self.batch)
+        part = num_rows // 2 / num_rows
+        return min(max((lower_quartile(samples.few_s) / whole_s - part) / (1 - part), 0.0), 1.0)
 
     def _time(self, samples: _Samples, effort: Effort, *, warm_up: int) -> None:
         for _ in range(warm_up):
             self._run_once(_Samples())
         until_s = time.perf_counter() + effort.most_s
+        half = self._on_half()
         for number in range(1, effort.repeats + 1):
             self._run_once(samples)
+            half = half and half._added_to(samples.few_s)
             if time.perf_counter() > until_s or (number >= LEAST_TIMED and samples.spread <= effort.spread):
                 return
 
@@ -270,12 +309,17 @@ class _Layer:
         stepped = {id(own): master for own, master in zip(self.weights.versions.tensors(0), self.weights.masters, strict=True)}
         return sum(stepped.get(id(weight), weight).nbytes for weight in tied)
 
-    def _run_once(self, samples: _Samples) -> None:
+    def _run_whole(self) -> tuple[list[Tensor], float, float]:
+        """Return gradients of the outputs, and the seconds of a forward and of its backward."""
         roots, leaves, forward_s = self._forward()
         gradients = [torch.ones_like(root) for root in roots]
         self.weights.bind(0, self.weights.versions.newest)
         _, backward_s = self._timed(lambda: backward_full(roots, gradients, leaves, self.parameters))
         self._clear()
+        return gradients, forward_s, backward_s
+
+    def _run_once(self, samples: _Samples) -> None:
+        gradients, forward_s, backward_s = self._run_whole()
         roots, leaves, _ = self._forward()
         self.weights.bind(0, self.weights.versions.newest)
         pivot = self.module.pivot(leaves)

@@ -19,6 +19,9 @@ from raypipe.errors import suggestion
 FORMAT = "raypipe.model_profile/1"
 
 
+Share = Annotated[NonNegativeFloat, Field(le=1)]
+
+
 class LayerEdge(NamedTuple):
     """A tensor from one layer to a later one, by index; `bytes` per microbatch, as many for its gradient."""
 
@@ -35,6 +38,7 @@ class LayerTimes:
     backward_s: NonNegativeFloat
     weight_grad_s: NonNegativeFloat
     split_s: NonNegativeFloat | None = None
+    fixed_share: Share | None = None
 
     def __post_init__(self) -> None:
         _check_times(self)
@@ -46,6 +50,7 @@ class LayerTimes:
             backward_s=self.backward_s * factor,
             weight_grad_s=self.weight_grad_s * factor,
             split_s=None if self.split_s is None else self.split_s * factor,
+            fixed_share=self.fixed_share,
         )
 
     @classmethod
@@ -53,11 +58,14 @@ class LayerTimes:
         """Return the sums of the times of several layers."""
         layers = list(times)
         splits = [layer.split_s for layer in layers if layer.split_s is not None]
+        seconds = [layer.forward_s + layer.backward_s for layer in layers]
+        fixed_s = [layer.fixed_share * of_layer for layer, of_layer in zip(layers, seconds, strict=True) if layer.fixed_share is not None]
         return cls(
             forward_s=sum(layer.forward_s for layer in layers),
             backward_s=sum(layer.backward_s for layer in layers),
             weight_grad_s=sum(layer.weight_grad_s for layer in layers),
             split_s=sum(splits) if splits else None,
+            fixed_share=min(sum(fixed_s) / (sum(seconds) or 1.0), 1.0) if fixed_s else None,
         )
 
 
@@ -68,6 +76,7 @@ class LayerProfile:
     Attributes:
         weight_grad_s: Part of `backward_s` that computes the weight gradient; the rest computes the input gradient.
         split_s: Seconds beyond `backward_s` where input and weight gradient are computed apart.
+        fixed_share: Part of all these seconds that a microbatch of fewer rows takes as well (`factor_of_rows`); None counts as 0.
         saved_bytes: Bytes kept from forward to backward, the input included.
         parameter_bytes: Size of the weights, without gradients and optimizer state.
         weight_grad_saved_bytes: Bytes kept from a separate input gradient to its weight gradient.
@@ -100,7 +109,7 @@ class LayerProfile:
     gradient_rows: NonNegativeInt | None = None
     looked_up_rows: PositiveInt | None = None
     looked_up_bytes: NonNegativeInt | None = None
-    reread_share: Annotated[NonNegativeFloat, Field(le=1)] | None = None
+    reread_share: Share | None = None
     update_s: NonNegativeFloat | None = None
     low_precision_bytes: NonNegativeInt | None = None
     working_bytes: NonNegativeInt | None = None
@@ -108,6 +117,7 @@ class LayerProfile:
     frozen_bytes: NonNegativeInt | None = None
     branch: str | None = None
     split_s: NonNegativeFloat | None = None
+    fixed_share: Share | None = None
     state_bytes: NonNegativeInt | None = None
 
     def __post_init__(self) -> None:
@@ -161,7 +171,18 @@ class LayerProfile:
     @property
     def times(self) -> LayerTimes:
         """Return the times alone."""
-        return LayerTimes(forward_s=self.forward_s, backward_s=self.backward_s, weight_grad_s=self.weight_grad_s, split_s=self.split_s)
+        return LayerTimes(
+            forward_s=self.forward_s,
+            backward_s=self.backward_s,
+            weight_grad_s=self.weight_grad_s,
+            split_s=self.split_s,
+            fixed_share=self.fixed_share,
+        )
+
+
+def factor_of_rows(fixed_share: float, rows: float) -> float:
+    """Return the seconds of an Op on more or fewer rows, over those on all; `rows` as a part of all."""
+    return fixed_share + (1 - fixed_share) * rows
 
 
 def held_once(layers: Sequence[LayerProfile]) -> list[LayerProfile]:

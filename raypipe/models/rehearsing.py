@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx
 
+from raypipe.artifacts.profile import factor_of_rows
 from raypipe.communication.patterns import slice_starts
 from raypipe.model import Layer, Model
 from raypipe.models.waiting import Entry, mean, sleep
@@ -36,6 +37,7 @@ class LayerWaits:
         num_tied: Part of `num_parameters` that other stages share; equal on all stages of a tie.
         num_weights: Number of weights, alike, that have most of the parameters.
         num_late: Part of `num_parameters` that is rows of a table which the next reader does not look up.
+        fixed_share: Part of the seconds that fewer rows take as well.
     """
 
     forward_s: float
@@ -45,6 +47,7 @@ class LayerWaits:
     num_tied: int = 0
     num_weights: int = 1
     num_late: int = 0
+    fixed_share: float = 0.0
 
     @property
     def late_shape(self) -> tuple[int, int]:
@@ -64,7 +67,7 @@ def rehearsing(
     """Return the layers of all stages: `layers_per_stage` gives their numbers; the loss is the mean output.
 
     Batch fields: `inputs`, [rows, 1] of float32, and for layers with late rows `microbatch`, [rows] of its number, of which an update has
-    `num_microbatches`. With fewer rows than `num_rows`, stages wait in proportion. `widths` are numbers per row on
+    `num_microbatches`. With fewer rows than `num_rows`, stages wait for less. `widths` are numbers per row on
     each edge (source, target); `ties` are groups of stages, whose last layers share `num_tied` parameters. Raises `ConfigError` if several
     stages feed no other.
     """
@@ -156,7 +159,7 @@ class Port(nn.Module):
 
 
 class WaitingLayer(nn.Module):
-    """Waits in forward, input gradient and weight gradient, in proportion to the rows; returns [rows, 1].
+    """Waits in forward, input gradient and weight gradient, for less on fewer rows; returns [rows, 1].
 
     Each wait is in its own autograd branch, so that I and W run one each. Only gradient sums read `ballast`, `tied` and `table`: they have
     no gradients, which would take the memory's time, but their hooks run as if they had.
@@ -178,7 +181,7 @@ class WaitingLayer(nn.Module):
     def forward(self, *inputs: Tensor) -> Tensor:
         """Return zeros, [rows, 1], that depend on the weight and all inputs."""
         waits, rows = self.waits, inputs[0].shape[0]
-        part = rows / self.num_rows
+        part = factor_of_rows(waits.fixed_share, rows / self.num_rows)
         if waits.forward_s:
             sleep(waits.forward_s * part)
         shapes = [tuple(x.shape) for x in inputs]

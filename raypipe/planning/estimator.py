@@ -137,21 +137,25 @@ class Estimator:
             return StageSeconds(math.inf, math.inf, math.inf)
         forward_s = backward_s = 0.0
         for kind, factor in factors.items():
-            prefix = problem.prefix_s[kind]
+            prefix, fixed = problem.prefix_s[kind], problem.fixed_prefix_s[kind]
             forward, input_grad, weight_grad = (prefix[:, end] - prefix[:, first]).tolist()
-            forward_s = max(forward_s, forward * factor)
-            backward_s = max(backward_s, (input_grad + weight_grad) * factor)
+            fixed_forward, fixed_input_grad, fixed_weight_grad = (fixed[:, end] - fixed[:, first]).tolist()
+            forward_s = max(forward_s, factor.seconds(forward, fixed_forward))
+            backward_s = max(backward_s, factor.seconds(input_grad + weight_grad, fixed_input_grad + fixed_weight_grad))
         num_bytes = float(problem.summed_prefix[end] - problem.summed_prefix[first])
         late_s = problem.late_sums.late_of(first, end, float(problem.sum_s(group, num_bytes)), backward_s) if len(group) > 1 else 0.0
         overhead_s = problem.overheads_s
         return StageSeconds(forward_s + overhead_s[0], backward_s + overhead_s[1], late_s)
 
     @cached_property
-    def _runs_s(self) -> tuple[Floats, Floats]:
-        # Seconds of forwards and backwards at speed 1 by [kind, first layer, end]; infinite for no layers.
-        prefix = self.problem.prefix_s
-        forward, backward = (sums[:, None, :] - sums[:, :, None] for sums in (prefix[:, 0], prefix[:, 1:].sum(axis=1)))
-        forward[:, *np.tril_indices(forward.shape[1])] = np.inf
+    def _runs_s(self) -> tuple[tuple[Floats, Floats], ...]:
+        # Seconds of forwards and backwards at speed 1 by [kind, first layer, end], and their fixed part; infinite for no layers.
+        both = (self.problem.prefix_s, self.problem.fixed_prefix_s)
+        forward, backward = (
+            tuple(sums[:, None, :] - sums[:, :, None] for sums in (prefix[:, kinds].sum(axis=1) for prefix in both))
+            for kinds in (slice(0, 1), slice(1, 3))
+        )
+        forward[0][:, *np.tril_indices(forward[0].shape[1])] = np.inf
         return forward, backward
 
     def runs_s(self, group: Devices) -> tuple[Floats, Floats] | None:
@@ -165,7 +169,10 @@ class Estimator:
         factors = problem.factors(group)
         if factors is None:
             return None
-        forward_s, backward_s = (reduce(np.maximum, (runs[kind] * factor for kind, factor in factors.items())) for runs in self._runs_s)
+        forward_s, backward_s = (
+            reduce(np.maximum, (factor.seconds(whole[kind], fixed[kind]) for kind, factor in factors.items()))
+            for whole, fixed in self._runs_s
+        )
         if not problem.can_sum(group):
             forward_s[:] = np.inf
         if not problem.may_take_loss(group):

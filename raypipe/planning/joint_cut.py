@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from raypipe import stopping
 from raypipe.planning.branch_placement import BranchPlacement, Layers, levels, work_s
-from raypipe.planning.problem import Devices, Problem
+from raypipe.planning.problem import Devices, Factors, Problem
 
 _MOVE_WORK_S = 1e-6  # Of a move, for each worker.
 _MOST_PAIRED = 64  # moves of single layers of which pairs are tried, too
@@ -109,8 +109,10 @@ class JointCut:
     def _seconds(self) -> list[list[float]]:
         """Seconds of each layer on each worker."""
         layer_s = self.problem.layer_s.sum(axis=1)
+        fixed_s = layer_s * self.problem.fixed_share
+        never = {0: Factors(math.inf, 0.0)}
         return [
-            max((layer_s[kind] * factor).tolist() for kind, factor in (self.problem.factors(group) or {0: math.inf}).items())
+            max(factor.seconds(layer_s[kind], fixed_s[kind]).tolist() for kind, factor in (self.problem.factors(group) or never).items())
             for group in self.workers
         ]
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
+from raypipe.artifacts.profile import factor_of_rows
 from raypipe.artifacts.topology import Path
 from raypipe.errors import NoLinkError
 from raypipe.planning.estimator import Channel
@@ -114,15 +115,16 @@ class MergedEvaluator(LayoutEvaluator):
     def _of_share(self, stage: StageCost, group: Devices, share: float, ends: tuple[int, ...]) -> StageCost:
         if len(group) == 1:
             return stage
+        factor = factor_of_rows(stage.fixed_share, share)
         largest = max(share for share, _ in self.problem.demands(group))
         # A sum starts, at the earliest, during the last backward; it takes a vector besides what that needs.
         vector_bytes = round(self.estimator.vector_bytes(ends[0], ends[1]))
         return replace(
             stage,
-            forward_s=stage.forward_s * share,
-            backward_s=stage.backward_s * share,
-            weight_grad_s=stage.weight_grad_s * share,
-            split_s=stage.split_s * share,
+            forward_s=stage.forward_s * factor,
+            backward_s=stage.backward_s * factor,
+            weight_grad_s=stage.weight_grad_s * factor,
+            split_s=stage.split_s * factor,
             update_s=stage.update_s + self.estimator.stage(group, ends[0], ends[1]).sum_s,
             saved_bytes=round(stage.saved_bytes * largest),
             weight_grad_saved_bytes=round(stage.weight_grad_saved_bytes * largest),

@@ -10,12 +10,13 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from raypipe import stopping
-from raypipe.artifacts.profile import ModelProfile
+from raypipe.artifacts.profile import LayerTimes, ModelProfile, factor_of_rows
 from raypipe.artifacts.topology import ClusterTopology, Overheads, Path
 from raypipe.communication.pattern_choice import LEAST_GAIN, SumTime, ring_time, sum_times
 from raypipe.communication.patterns import MOST_MESHED
@@ -27,11 +28,29 @@ from raypipe.simulation.plan_cost import GRADIENT_BYTES_PER_PARAMETER_BYTE, STAT
 
 Floats = npt.NDArray[np.float64]
 
+Seconds = TypeVar("Seconds", float, Floats)
+
 Devices = tuple[int, ...]  # Devices of one worker, in the order of their rows and of the ring that sums their gradients.
 
 _MOST_OPS = 20_000_000
 _RING_WORK_S = 60e-6  # Of the time of a ring, for each member.
 PATTERNS_WORK_S = 60e-6  # Of the times of all patterns, for each pair of members.
+
+
+class Factors(NamedTuple):
+    """What turns seconds of a whole microbatch at speed 1 into those of a device on its rows."""
+
+    of_all: float
+    of_fixed: float
+
+    def seconds(self, whole: Seconds, fixed: Seconds) -> Seconds:
+        """Return the seconds of work; `fixed` is the part of `whole` that fewer rows take as well."""
+        return whole * self.of_all + fixed * self.of_fixed
+
+
+def _summed_before(of_layers: Floats) -> Floats:
+    """Return the sums before each position: [..., position] of [..., layer]."""
+    return np.concatenate((np.zeros((*of_layers.shape[:-1], 1)), np.cumsum(of_layers, axis=-1)), axis=-1)
 
 
 @dataclass(frozen=True)
@@ -151,17 +170,35 @@ class Problem:
             [(times.forward_s, times.backward_s - times.weight_grad_s, times.weight_grad_s) for times in self.profile.for_kind(kind)]
             for kind in self.kinds
         ]
-        return np.array(seconds).transpose(0, 2, 1) * self.scale
+        return np.array(seconds).transpose(0, 2, 1) * self._of_rows[:, None]
 
     @cached_property
     def split_s(self) -> Floats:
         """Seconds that I and W of each layer take beyond B, at speed 1: [kind, layer]."""
-        return np.array([[times.split_s or 0.0 for times in self.profile.for_kind(kind)] for kind in self.kinds]) * self.scale
+        return self._by_layer(lambda times: times.split_s or 0.0) * self._of_rows
+
+    @cached_property
+    def fixed_share(self) -> Floats:
+        """Part of each layer's seconds that fewer rows take as well: [kind, layer]."""
+        return self._by_layer(lambda times: times.fixed_share or 0.0) / self._of_rows
+
+    @cached_property
+    def _of_rows(self) -> Floats:
+        """Seconds of each layer for a microbatch over those of the profiled one: [kind, layer]."""
+        return self._by_layer(lambda times: factor_of_rows(times.fixed_share or 0.0, self.scale))
+
+    def _by_layer(self, value: Callable[[LayerTimes], float]) -> Floats:
+        return np.array([list(map(value, self.profile.for_kind(kind))) for kind in self.kinds])
 
     @cached_property
     def prefix_s(self) -> Floats:
         """Seconds of all layers before each position at speed 1: [kind, (F, I, W), position]."""
-        return np.concatenate((np.zeros((len(self.kinds), 3, 1)), np.cumsum(self.layer_s, axis=2)), axis=2)
+        return _summed_before(self.layer_s)
+
+    @cached_property
+    def fixed_prefix_s(self) -> Floats:
+        """The part of `prefix_s` that fewer rows take as well."""
+        return _summed_before(self.layer_s * self.fixed_share[:, None])
 
     @cached_property
     def trained_prefix(self) -> Floats:
@@ -396,15 +433,16 @@ class Problem:
             heapq.heappush(queue, ((rows[position] + 1) / powers[position], position))
         return tuple(rows)
 
-    def factors(self, group: Devices) -> dict[int, float] | None:
-        """Return for each kind of a worker's devices its slowest time over that of a whole microbatch at speed 1."""
+    def factors(self, group: Devices) -> dict[int, Factors] | None:
+        """Return for each kind of a worker's devices the times of its slowest one over those of a whole microbatch at speed 1."""
         rows = self.rows(group)
         if rows is None:
             return None
-        factors: dict[int, float] = {}
+        factors: dict[int, Factors] = {}
         for device, of_device in zip(group, rows, strict=True):
-            kind = self.kind_of[device]
-            factors[kind] = max(factors.get(kind, 0.0), of_device / self.microbatch_size / self.speeds[device])
+            kind, speed, share = self.kind_of[device], self.speeds[device], of_device / self.microbatch_size
+            most = factors.get(kind, Factors(0.0, 0.0))
+            factors[kind] = Factors(max(most.of_all, share / speed), max(most.of_fixed, (1 - share) / speed))
         return factors
 
     def demands(self, group: Devices) -> tuple[tuple[float, float], ...]:

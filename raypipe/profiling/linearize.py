@@ -137,6 +137,7 @@ def _merged(layers: Sequence[LayerProfile], output_bytes: int, tied: str | None)
         backward_s=times.backward_s,
         weight_grad_s=min(times.weight_grad_s, times.backward_s),
         split_s=times.split_s,
+        fixed_share=times.fixed_share,
         output_bytes=output_bytes,
         saved_bytes=sum(layer.saved_bytes for layer in layers),
         parameter_bytes=sum(layer.parameter_bytes for layer in held),

@@ -207,9 +207,15 @@ def _times(measured: Sequence[Sequence[LayerMeasurement]]) -> tuple[LayerTimes, 
             backward_s=fmean(layer.backward_s for layer in of_devices),
             weight_grad_s=fmean(layer.weight_grad_s for layer in of_devices),
             split_s=fmean(layer.split_s for layer in of_devices),
+            fixed_share=_mean([layer.fixed_share for layer in of_devices]),
         )
         for of_devices in zip(*measured, strict=True)
     )
+
+
+def _mean(shares: Sequence[float | None]) -> float | None:
+    known = [share for share in shares if share is not None]
+    return fmean(known) if known else None
 
 
 def model_profile(measured: Sequence[Sequence[LayerMeasurement]], model: Model, *, name: str, microbatch_size: int) -> ModelProfile:
@@ -222,6 +228,7 @@ def model_profile(measured: Sequence[Sequence[LayerMeasurement]], model: Model, 
             backward_s=times.backward_s,
             weight_grad_s=times.weight_grad_s,
             split_s=times.split_s,
+            fixed_share=times.fixed_share,
             output_bytes=layer.output_bytes,
             saved_bytes=layer.saved_bytes,
             parameter_bytes=layer.parameter_bytes,

@@ -11,6 +11,7 @@ from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from raypipe.artifacts.profile import factor_of_rows
 from raypipe.artifacts.topology import Overheads, Path
 from raypipe.communication.buckets import buckets
 from raypipe.communication.pattern_choice import SumTime, exchange_s, gather_time, reduce_time, sum_pattern, sum_time
@@ -45,6 +46,7 @@ class StageCost:
     Attributes:
         forward_s: Seconds of F and of R.
         weight_grad_s: Seconds of W; I takes the rest of the backward and `split_s`.
+        fixed_share: Part of the seconds of F, B, I and W that fewer rows take as well.
         saved_bytes: Activations held from F to the end of B, or of I where the backward is split.
         weight_grad_saved_bytes: Part of `saved_bytes` that is held until the end of W.
         low_precision_bytes: Half-length copies of weights that one version computes with.
@@ -77,6 +79,7 @@ class StageCost:
     input_grad_working_bytes: int = 0
     frozen_bytes: int = 0
     split_s: float = 0.0
+    fixed_share: float = 0.0
     layers: tuple[LayerCost, ...] = ()
 
     @property
@@ -171,15 +174,16 @@ class Cost:
     def _op_s(self, device: int, op: Op, share: float) -> tuple[float, float]:
         # Seconds, and the overhead besides.
         stage, overheads = self.stages[device, op.stage], self.overheads
+        factor = factor_of_rows(stage.fixed_share, share)
         match op.kind:
             case OpKind.FORWARD | OpKind.RECOMPUTE:
-                return stage.forward_s * share, overheads.forward_s
+                return stage.forward_s * factor, overheads.forward_s
             case OpKind.BACKWARD:
-                return stage.backward_s * share, overheads.backward_s
+                return stage.backward_s * factor, overheads.backward_s
             case OpKind.INPUT_GRADIENT:
-                return (stage.backward_s - stage.weight_grad_s + stage.split_s) * share, overheads.input_grad_s
+                return (stage.backward_s - stage.weight_grad_s + stage.split_s) * factor, overheads.input_grad_s
             case OpKind.WEIGHT_GRADIENT:
-                return stage.weight_grad_s * share, overheads.weight_grad_s
+                return stage.weight_grad_s * factor, overheads.weight_grad_s
             case OpKind.UPDATE:
                 return stage.update_s, 0.0
             case _:

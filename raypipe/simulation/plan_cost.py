@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from raypipe.artifacts.cut import Cut
 from raypipe.artifacts.plan import Plan
-from raypipe.artifacts.profile import LayerProfile, LayerTimes, ModelProfile, held_once, most_working_bytes
+from raypipe.artifacts.profile import LayerProfile, LayerTimes, ModelProfile, factor_of_rows, held_once, most_working_bytes
 from raypipe.artifacts.topology import ClusterTopology, Device, Overheads, Path
 from raypipe.communication.buckets import buckets, num_buckets
 from raypipe.communication.patterns import Pattern
@@ -226,12 +226,16 @@ def _stage_cost(
     # Weights that stages share are stepped by all who step anything.
     of_all = min(shared_bytes / trained_bytes, 1.0) if trained_bytes else 0.0
     stepped = stepped_share + (1 - stepped_share) * of_all if stepped_share else 0.0
-    factor, seconds = scale / device.speed, LayerTimes.of(times[layer] for layer in layers)
+    seconds = LayerTimes.of(times[layer] for layer in layers)
+    fixed_share = seconds.fixed_share or 0.0
+    of_rows = factor_of_rows(fixed_share, scale)
+    factor = of_rows / device.speed
     return StageCost(
         forward_s=seconds.forward_s * factor,
         backward_s=seconds.backward_s * factor,
         weight_grad_s=seconds.weight_grad_s * factor,
         split_s=(seconds.split_s or 0.0) * factor,
+        fixed_share=fixed_share / of_rows,
         update_s=sum((layer.update_s or 0.0) * _slowdown(times[number], layer) for number, layer in zip(layers, held, strict=True))
         * stepped
         / device.speed,

@@ -213,6 +213,7 @@ class _Scaled:
                 num_weights=num_copies if stage in self.schedule.published_stages else 1,
                 # The last bucket is the first layer.
                 num_late=cost.late_bytes // NUMBER_BYTES if number == 1 and has_late_rows else 0,
+                fixed_share=cost.fixed_share,
             )
             for number, (layer, share) in enumerate(zip(cost.layers, shares, strict=True), 1)
         )

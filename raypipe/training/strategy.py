@@ -316,7 +316,7 @@ def _at_speed_one(measured: ModelProfile, plan: Plan) -> ModelProfile:
     speed = plan.topology.device(plan.devices[0]).speed
 
     def scaled(layer: LayerProfile) -> LayerProfile:
-        times = {name: value * speed for name, value in dataclasses.asdict(layer.times).items()}
+        times = dataclasses.asdict(layer.times.scaled(speed))
         return dataclasses.replace(layer, **times, update_s=None if layer.update_s is None else layer.update_s * speed)
 
     return dataclasses.replace(measured, layers=tuple(map(scaled, measured.layers)))

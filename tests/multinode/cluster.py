@@ -60,7 +60,7 @@ def cluster(
     islands: Sequence[Sequence[int]] | None = None,
     uplink: float | Sequence[float] | None = None,
     environment: Mapping[str, str] | None = None,
-    cores_per_node: float | None = None,
+    core_share: float | None = None,
     start_timeout_s: float = 120.0,
 ) -> Iterator[Cluster]:
     """Brings up a Ray cluster, and removes it whatever happens. Takes about 10 s on two cores.
@@ -73,20 +73,22 @@ def cluster(
         islands: the nodes of each island; left out for one switch that joins all nodes.
         uplink: bytes per second that may leave an island, all its nodes together; one number for all islands, or one for each.
         environment: variables for all processes on the nodes, above those that this module sets.
-        cores_per_node: of this machine, for all processes of a node together (`tests.multinode.cores`); left out, nodes share them all.
+        core_share: part of a core that each node has for itself (`tests.multinode.cores`); left out, nodes share all cores.
         start_timeout_s: until all nodes must be there.
 
     Raises:
         NetworkError: this machine cannot have such a network (`why_not`), or a node did not start; names it.
         ValueError: the arguments do not fit together.
     """
-    if reason := why_not() or (None if cores_per_node is None else why_no_cores()):
+    if reason := why_not() or (None if core_share is None else why_no_cores()):
         raise NetworkError(reason)
     cpus = [cpus_per_node] * nodes if isinstance(cpus_per_node, int) else list(cpus_per_node)
     if len(cpus) != nodes:
         raise ValueError(f"cpus_per_node: expected one number for each of {nodes} nodes, got {cpus}")
     with closing_surely() as stack:
-        made = Cluster(stack, nodes=nodes, rates=rates, islands=islands, uplink=uplink, environment=environment or {}, cores=cores_per_node)
+        made = Cluster(
+            stack, nodes=nodes, rates=rates, islands=islands, uplink=uplink, environment=environment or {}, core_share=core_share
+        )
         made.start_ray(cpus, labels or {}, timeout_s=start_timeout_s)
         yield made
 
@@ -103,9 +105,9 @@ class Cluster(Network):
         islands: Sequence[Sequence[int]] | None,
         uplink: float | Sequence[float] | None,
         environment: Mapping[str, str],
-        cores: float | None,
+        core_share: float | None,
     ) -> None:
-        super().__init__(stack, nodes=nodes, rates=rates, islands=islands, uplink=uplink, cores=cores)
+        super().__init__(stack, nodes=nodes, rates=rates, islands=islands, uplink=uplink, core_share=core_share)
         self._environment = dict(environment)
         self._token = self.folder / "token"
         self._token.write_text(secrets.token_hex(32))

@@ -1,9 +1,9 @@
-"""A part of this machine's processors for all processes of a node, by control groups of the kernel.
+"""A part of one of this machine's cores for all processes of a node, by a control group of the kernel.
 
-    group = CoreGroup("node0", cores=0.5, stack=stack)        # goes with the stack, behind all processes in it
-    subprocess.Popen([*group.enter, "python", "-c", "..."])   # a process in it, and whatever it starts
+    group = CoreGroup("node0", core=0, share=0.5, stack=stack)   # goes with the stack, behind all processes in it
+    subprocess.Popen([*group.enter, "python", "-c", "..."])      # a process in it, and whatever it starts
 
-What one node computes then takes nothing from another one, as on machines of their own.
+What one node computes then takes nothing from another one, as on machines of their own with one slower core each.
 """
 
 from __future__ import annotations
@@ -13,8 +13,9 @@ import time
 from pathlib import Path
 
 _ROOT = Path("/sys/fs/cgroup")
-_PERIOD_S = 0.01
-"""Within which a node gets its share; what it has used before, it waits for. A hundredth: shorter than messages and Ops take."""
+_PERIOD_S = 0.002
+"""Within which a node gets its share. What processes of low priority use of it is missing to others until it ends: it is short."""
+_LEAST_QUOTA_US = 1000  # of the kernel
 _REMOVED_S = 10.0
 
 
@@ -29,18 +30,21 @@ def why_no_cores() -> str | None:
 
 
 class CoreGroup:
-    """A control group that its processes share some cores in.
+    """A control group whose processes have a part of one core together.
 
     Attributes:
         enter: the beginning of a command that runs in it.
 
     Raises:
         OSError: the kernel refuses the group; names the file.
+        ValueError: the share is not above 0 and at most 1.
     """
 
-    def __init__(self, name: str, *, cores: float, stack: contextlib.ExitStack) -> None:
-        period_us = round(_PERIOD_S * 1e6)
-        quota_us = round(cores * period_us)
+    def __init__(self, name: str, *, core: int, share: float, stack: contextlib.ExitStack) -> None:
+        if not 0 < share <= 1:
+            raise ValueError(f"a node's part of a core must be above 0 and at most 1, got {share}")
+        quota_us = max(round(share * _PERIOD_S * 1e6), _LEAST_QUOTA_US)
+        period_us = round(quota_us / share)
         if (_ROOT / "cpu").is_dir():
             folder = _ROOT / "cpu" / name
             limits = {"cpu.cfs_period_us": f"{period_us}", "cpu.cfs_quota_us": f"{quota_us}"}
@@ -52,7 +56,8 @@ class CoreGroup:
         stack.callback(_remove, folder)
         for file, value in limits.items():
             (folder / file).write_text(value)
-        self.enter = ["sh", "-ec", f'echo 0 > {folder}/cgroup.procs; exec "$@"', "sh"]
+        # On one core: on two at the same time, a process of the lowest priority would use up the share beside the others.
+        self.enter = ["sh", "-ec", f'echo 0 > {folder}/cgroup.procs; exec "$@"', "sh", "taskset", "--cpu-list", str(core)]
 
 
 def _remove(folder: Path) -> None:

@@ -161,7 +161,7 @@ class Network:
         rates: float | Mapping[tuple[int, int], float] | None,
         islands: Sequence[Sequence[int]] | None,
         uplink: float | Sequence[float] | None,
-        cores: float | None = None,
+        core_share: float | None = None,
     ) -> None:
         island_of = _islands(nodes, islands)
         wires = _rates(nodes, rates)
@@ -172,7 +172,7 @@ class Network:
         self.folder = _claim_folder(stack)
         self.name = self.folder.name
         self._switch = _Namespace("the switch", self.name, stack)
-        self._namespaces = [_Namespace(f"node {node.number}", self.name, stack, cores) for node in self.nodes]
+        self._namespaces = [_Namespace(f"node {node.number}", self.name, stack, self._joining(node, core_share)) for node in self.nodes]
         self._lay_cables(uplinks)
         peers = {node.number: node.ip for node in self.nodes}
         self._leaving = [
@@ -391,6 +391,14 @@ class Network:
         with self.start(code, node=node, environment=environment) as process:
             return finish(process, what=what, timeout_s=timeout_s, check=check)
 
+    def _joining(self, node: Node, core_share: float | None) -> Sequence[str]:
+        """The beginning of commands that run on a node: on its part of a core."""
+        if core_share is None:
+            return ()
+        cores = sorted(os.sched_getaffinity(0))
+        core = cores[node.number % len(cores)]
+        return CoreGroup(f"{self.name}-{node.number}", core=core, share=core_share, stack=self._stack).enter
+
     def _lay_cables(self, uplinks: Sequence[float | None]) -> None:
         switch = ["link add core type bridge", "link set core up"] if uplinks else []
         for island in {node.island for node in self.nodes}:
@@ -480,9 +488,9 @@ class _Namespace:
         pid: of the process that sleeps.
     """
 
-    def __init__(self, what: str, network: str, stack: contextlib.ExitStack, cores: float | None = None) -> None:
+    def __init__(self, what: str, network: str, stack: contextlib.ExitStack, join: Sequence[str] = ()) -> None:
         self._what = f"{what} of {network}"
-        self._join = [] if cores is None else CoreGroup(f"{network}-{what.replace(' ', '')}", cores=cores, stack=stack).enter
+        self._join = join
         # The sleeping process is the first of its namespace: what loses its parent becomes its child, and must not stay a zombie.
         sleep = "read -r pid rest < /proc/self/stat; mount -t proc proc /proc; echo $pid; exec env --ignore-signal=CHLD sleep infinity"
         unshare = ["unshare", "--net", "--pid", "--mount", "--fork", "--kill-child", "sh", "-ec", sleep, network]
