@@ -53,6 +53,13 @@ class LayerTimes:
             fixed_share=self.fixed_share,
         )
 
+    def on_rows(self, rows: float) -> LayerTimes:
+        """Return the times for a microbatch of more or fewer rows; `rows` over those of this one."""
+        if rows == 1:
+            return self
+        factor = factor_of_rows(self.fixed_share or 0.0, rows)
+        return replace(self.scaled(factor), fixed_share=None if self.fixed_share is None else self.fixed_share / factor)
+
     @classmethod
     def of(cls, times: Iterable[LayerTimes | LayerProfile]) -> LayerTimes:
         """Return the sums of the times of several layers."""

@@ -54,13 +54,13 @@ def evaluator_of(problem: Problem, schedules: ScheduleCache | None = None, *, on
 
 @dataclass
 class ShortEvaluator(LayoutEvaluator):
-    """Evaluates layouts by updates of two `lengths` in microbatches, and keeps the `best` of each schedule.
+    """Evaluates layouts by updates of two `lengths` in microbatches, and keeps the `best` of each order, with divided stages and without.
 
     With `merges`, devices of a worker count as one.
     """
 
     merges: bool = False
-    best: dict[str, list[Evaluation]] = field(default_factory=dict, repr=False)
+    best: dict[tuple[str, bool], list[Evaluation]] = field(default_factory=dict, repr=False)
     _parts: dict[int, LayoutEvaluator] = field(default_factory=dict, init=False, repr=False)
 
     @classmethod
@@ -83,11 +83,11 @@ class ShortEvaluator(LayoutEvaluator):
         evaluation = self._extrapolated(layout, self.lengths(layout))
         if evaluation is None:
             return None
-        of_order = self.best.setdefault(layout.order, [])
-        if all(kept.layout != layout for kept in of_order):
-            of_order.append(evaluation)
-            of_order.sort(key=lambda one: one.rank)
-            del of_order[_MOST_KEPT:]
+        alike = self.best.setdefault(_kind(layout), [])
+        if all(kept.layout != layout for kept in alike):
+            alike.append(evaluation)
+            alike.sort(key=lambda one: one.rank)
+            del alike[_MOST_KEPT:]
         return self.note(evaluation)
 
     def _extrapolated(self, layout: Layout, lengths: tuple[int, int] | None) -> Evaluation | None:
@@ -126,13 +126,17 @@ class ShortEvaluator(LayoutEvaluator):
         return evaluation
 
     def decided(self, extrapolated: Evaluation | None, evaluator: LayoutEvaluator) -> Evaluation | None:
-        """Return the best of a layout and those kept of its schedule, simulated as whole updates."""
+        """Return the best of a layout and those kept that are like it, simulated as whole updates."""
         if extrapolated is None:
             return None
         best: Evaluation | None = None
         large = self.problem.num_microbatches * self.problem.num_devices > MOST_SIMULATED
-        kept = self.best[extrapolated.layout.order][: 1 if large else None]
+        kept = self.best[_kind(extrapolated.layout)][: 1 if large else None]
         alike = (one.layout for one in (extrapolated, *kept))
         for layout in dict.fromkeys(replace(layout, recomputed=None) for layout in alike):
             best = better(best, evaluator.simulate(layout))
         return best
+
+
+def _kind(layout: Layout) -> tuple[str, bool]:
+    return layout.order, bool(layout.divided)

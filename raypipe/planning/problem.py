@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from raypipe import stopping
-from raypipe.artifacts.profile import LayerTimes, ModelProfile, factor_of_rows
+from raypipe.artifacts.profile import LayerTimes, ModelProfile
 from raypipe.artifacts.topology import ClusterTopology, Overheads, Path
 from raypipe.communication.pattern_choice import LEAST_GAIN, SumTime, ring_time, sum_times
 from raypipe.communication.patterns import MOST_MESHED
@@ -166,29 +166,25 @@ class Problem:
     @cached_property
     def layer_s(self) -> Floats:
         """Seconds of each layer at speed 1: [kind, (F, I, W), layer]."""
-        seconds = [
-            [(times.forward_s, times.backward_s - times.weight_grad_s, times.weight_grad_s) for times in self.profile.for_kind(kind)]
-            for kind in self.kinds
-        ]
-        return np.array(seconds).transpose(0, 2, 1) * self._of_rows[:, None]
+        parts = (
+            lambda times: times.forward_s,
+            lambda times: times.backward_s - times.weight_grad_s,
+            lambda times: times.weight_grad_s,
+        )
+        return np.stack([self._by_layer(part) for part in parts], axis=1)
 
     @cached_property
     def split_s(self) -> Floats:
         """Seconds that I and W of each layer take beyond B, at speed 1: [kind, layer]."""
-        return self._by_layer(lambda times: times.split_s or 0.0) * self._of_rows
+        return self._by_layer(lambda times: times.split_s or 0.0)
 
     @cached_property
     def fixed_share(self) -> Floats:
         """Part of each layer's seconds that fewer rows take as well: [kind, layer]."""
-        return self._by_layer(lambda times: times.fixed_share or 0.0) / self._of_rows
-
-    @cached_property
-    def _of_rows(self) -> Floats:
-        """Seconds of each layer for a microbatch over those of the profiled one: [kind, layer]."""
-        return self._by_layer(lambda times: factor_of_rows(times.fixed_share or 0.0, self.scale))
+        return self._by_layer(lambda times: times.fixed_share or 0.0)
 
     def _by_layer(self, value: Callable[[LayerTimes], float]) -> Floats:
-        return np.array([list(map(value, self.profile.for_kind(kind))) for kind in self.kinds])
+        return np.array([[value(times.on_rows(self.scale)) for times in self.profile.for_kind(kind)] for kind in self.kinds])
 
     @cached_property
     def prefix_s(self) -> Floats:

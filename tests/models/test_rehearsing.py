@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -14,7 +15,7 @@ from raypipe.actors.execution.report import WindowReport
 from raypipe.actors.local import LocalPipeline
 from raypipe.artifacts.cut import Cut
 from raypipe.artifacts.trace import Span, SpanKind
-from raypipe.models.rehearsing import LayerWaits, WaitingOptimizer, layers_per_stage, rehearsing
+from raypipe.models.rehearsing import LayerWaits, WaitingLayer, WaitingOptimizer, layers_per_stage, rehearsing
 from raypipe.schedules.catalogue import build
 from raypipe.schedules.ir import Schedule
 from raypipe.schedules.lower import Direction, Message, Placement
@@ -92,6 +93,18 @@ def test_a_share_of_the_rows_waits_for_its_share_of_the_time() -> None:
     _, spans = run(build("1f1b", ScheduleRequest(2, 2)), widths={(0, 1): 50}, placement=placement)
     assert 0.004 <= seconds(spans, 0, "0F0") <= 0.004 + SLACK_S
     assert 0.008 <= seconds(spans, 1, "0F0") <= 0.008 + SLACK_S
+
+
+def test_the_fixed_part_of_a_wait_is_that_of_any_number_of_rows() -> None:
+    waits = replace(LayerWaits(0.008, 0.0, 0.0, 2), fixed_share=0.5)
+    layer = rehearsing(stages=[[waits]], widths={}, num_rows=4).layers[-1].build()
+    assert isinstance(layer, WaitingLayer)
+    slept: list[float] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("raypipe.models.rehearsing.sleep", slept.append)
+        for num_rows in (4, 1):
+            layer(torch.zeros(num_rows, 1))
+    assert slept == pytest.approx([0.008, 0.008 * (0.5 + 0.5 / 4)])
 
 
 def test_replicas_sum_gradients_of_the_size_of_the_weights() -> None:

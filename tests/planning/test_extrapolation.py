@@ -69,6 +69,25 @@ def test_searches_by_short_updates_find_plans_as_fast(seed: int, memory_bytes: i
     assert found.missing_bytes == 0
 
 
+@pytest.mark.parametrize("seed", [1, 2, 4])
+@pytest.mark.parametrize("order", ["list", "1f1b", "zb-h1", "zb-h2"])
+@pytest.mark.parametrize("late", [1, 16, 32])
+def test_weight_gradients_that_stand_last_do_so_in_short_updates(seed: int, order: str, late: int) -> None:
+    problem = random_problem(seed, num_devices=3, num_layers=7, num_microbatches=256)
+    evaluator = LayoutEvaluator(problem)
+    short = ShortEvaluator.of(evaluator)
+    assert short is not None
+    for cuts, workers, divided in (((0, 3, 4, 6, 7), ((1, 2, 0),), (4,)), ((0, 3, 4, 6, 7), ((1, 2), (0,)), (3, 1))):
+        layout = Layout(cuts, workers, order, divided=divided, late_weight_grads=late)
+        lengths = short.lengths(layout)
+        assert lengths is not None
+        assert lengths[0] > late
+        whole, said = evaluator.simulate(layout), short.simulate(layout)
+        assert whole is not None
+        assert said is not None
+        assert said.update_s == pytest.approx(whole.update_s, rel=1e-9)
+
+
 def test_short_updates_do_not_stand_for_limits_on_staleness() -> None:
     problem = random_problem(1, num_devices=3, num_layers=6, num_microbatches=128)
     assert ShortEvaluator.of(LayoutEvaluator(problem)) is not None
@@ -84,8 +103,8 @@ def test_the_best_that_was_seen_is_kept_once_and_decided_as_a_whole() -> None:
     layouts = [Layout((0, first, second, 9), ((0,), (1,), (2,))) for first in range(1, 8) for second in range(first + 1, 9)]
     judged = [short.simulate(layout) for layout in (*layouts, *layouts)]
     best = min((one for one in judged if one is not None), key=lambda one: one.rank)
-    assert short.best["1f1b"][0].rank == best.rank
-    assert len({kept.layout for kept in short.best["1f1b"]}) == len(short.best["1f1b"]) == 4
+    assert short.best["1f1b", False][0].rank == best.rank
+    assert len({kept.layout for kept in short.best["1f1b", False]}) == len(short.best["1f1b", False]) == 4
     decided = short.decided(best, evaluator)
     assert decided is not None
     fastest = min(one.update_s for one in map(evaluator.simulate, layouts) if one is not None)

@@ -23,7 +23,7 @@ from raypipe.planning.schedule_search import climbed
 from raypipe.planning.search import SearchBudget
 from raypipe.planning.solve import best_division, divided, solve
 from raypipe.schedule_registry import build
-from raypipe.schedules.ir import WeightRule
+from raypipe.schedules.ir import Op, OpKind, WeightRule
 from raypipe.schedules.metrics import metrics
 from raypipe.schedules.request import ScheduleRequest
 from raypipe.simulation.plan_cost import plan_cost
@@ -142,6 +142,43 @@ def test_what_a_microbatch_costs_besides_makes_them_larger() -> None:
     slow = replace(problem.topology, overheads=Overheads(forward_s=5.0, backward_s=5.0))
     cheap, dear = (best_division(replace(whole, topology=topology), budget=SMALL)[0] for topology in (problem.topology, slow))
     assert dear.num_microbatches < cheap.num_microbatches
+
+
+@pytest.mark.parametrize("fixed_share", [0.0, 0.9])
+def test_rows_are_divided_where_that_saves_time(fixed_share: float) -> None:
+    profile = ModelProfile.uniform(9, output_bytes=1000, parameter_bytes=1000, microbatch_size=6)
+    profile = replace(profile, layers=tuple(replace(layer, fixed_share=fixed_share) for layer in profile.layers))
+    problem = Problem(profile, ClusterTopology.uniform(3), 4, 6)
+    plan = plan_problem(problem, schedule="1f1b", budget=SMALL)
+    assert plan.schedule.num_stages == (3 if fixed_share else 1)
+    best, _ = best_division(replace(problem, num_microbatches=1, microbatch_size=48), budget=SMALL)
+    assert (best.microbatch_size > 6) is (fixed_share > 0)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_estimates_and_bounds_count_what_fewer_rows_take_as_well(seed: int) -> None:
+    problem = random_problem(seed, num_devices=4, num_layers=8)
+    shares = [0.1 * (seed + number % 7) for number in range(problem.num_layers)]
+    layers = zip(problem.profile.layers, shares, strict=True)
+    profile = replace(problem.profile, layers=tuple(replace(layer, fixed_share=share) for layer, share in layers))
+    problem = replace(problem, profile=profile, microbatch_size=problem.microbatch_size // 2)
+    evaluator = LayoutEvaluator(problem)
+    found = solve(evaluator, budget=TINY)
+    assert plan_bound(problem).update_s <= found.update_s * (1 + 1e-9)
+    layout = Layout((0, 3, 8), ((0, 1), (2, 3)))
+    judged = evaluator.simulate(layout)
+    assert judged is not None
+    cost = plan_cost(evaluator.plan(judged, planner="raypipe", lower_bound_s=1.0))
+    for stage, group in enumerate(layout.workers):
+        rows = problem.rows(group)
+        assert rows is not None
+        seconds = [
+            cost.compute_s(device, (Op(OpKind.FORWARD, stage, 0),), (of_device / problem.microbatch_size,))
+            + cost.compute_s(device, (Op(OpKind.BACKWARD, stage, 0),), (of_device / problem.microbatch_size,))
+            for device, of_device in zip(group, rows, strict=True)
+        ]
+        told = evaluator.estimator.stage(group, layout.cuts[stage], layout.cuts[stage + 1])
+        assert max(seconds) <= told.forward_s + told.backward_s <= max(seconds) * 1.3
 
 
 def test_few_ways_to_divide_rows_are_all_tried_and_of_many_some() -> None:

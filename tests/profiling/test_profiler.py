@@ -273,6 +273,40 @@ def test_the_spread_is_half_the_distance_of_the_quartiles_over_the_median(clock:
     assert measured.forward_s == pytest.approx(0.002)
 
 
+class PerRow(nn.Module):
+    """Waits for a time that does not depend on the rows, and for one that does; may take so many rows at least."""
+
+    def __init__(self, clock: Clock, *, fixed_s: float, row_s: float, least_rows: int = 1) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(WIDTH, dtype=torch.float64))
+        self.clock, self.fixed_s, self.row_s, self.least_rows = clock, fixed_s, row_s, least_rows
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.clock.sleep(self.fixed_s + self.row_s * len(x))
+        return x.view(max(len(x), self.least_rows), -1) + self.weight
+
+
+@pytest.mark.parametrize(("fixed_s", "row_s"), [(0.004, 0.001), (0.0, 0.001), (0.004, 0.0)])
+def test_the_part_of_the_time_that_fewer_rows_take_as_well_is_measured(clock: Clock, fixed_s: float, row_s: float) -> None:
+    (measured,) = measure(one_layer(partial(PerRow, clock, fixed_s=fixed_s, row_s=row_s)), batch("inputs"))
+    assert measured.forward_s == pytest.approx(fixed_s + NUM_ROWS * row_s)
+    assert measured.fixed_share == pytest.approx(fixed_s / (fixed_s + NUM_ROWS * row_s))
+
+
+def test_a_layer_that_takes_no_fewer_rows_is_measured_all_the_same(clock: Clock) -> None:
+    (measured,) = measure(one_layer(partial(PerRow, clock, fixed_s=0.001, row_s=0.001, least_rows=3)), batch("inputs"))
+    assert measured.forward_s == pytest.approx(0.005)
+    assert measured.fixed_share is None
+
+
+def test_merged_layers_have_the_fixed_part_of_all() -> None:
+    times = [LayerTimes(forward_s=1.0, backward_s=3.0, weight_grad_s=1.0, fixed_share=share) for share in (0.5, None)]
+    assert LayerTimes.of(times).fixed_share == pytest.approx(0.25)
+    assert LayerTimes.of(times[1:]).fixed_share is None
+    assert times[0].on_rows(2.0).fixed_share == pytest.approx(1 / 3)
+    assert times[0].on_rows(2.0).forward_s == pytest.approx(1.5)
+
+
 def measurement(name: str, seconds: float, *, spread: float = 0.0) -> LayerMeasurement:
     return LayerMeasurement(
         name=name,

@@ -359,6 +359,18 @@ def test_a_split_backward_takes_what_its_parts_take_apart() -> None:
     assert seconds == pytest.approx([8.0, 4.0 + 1.0, 4.0])
 
 
+def test_a_part_of_the_time_is_that_of_any_number_of_rows() -> None:
+    layers = (replace(layer("a"), fixed_share=0.5), replace(layer("b"), forward_s=3.0, fixed_share=0.25), layer("c"))
+    profile = ModelProfile(name="m", microbatch_size=2, layers=layers)
+    found = plan_cost(plan(profile, ClusterTopology.uniform(2), ((0, 1), (2,)), microbatch_size=4))
+    whole = found.compute_s(0, (Op(OpKind.FORWARD, 0, 0),))
+    assert whole == pytest.approx(1.0 * (0.5 + 0.5 * 2) + 3.0 * (0.25 + 0.75 * 2)), "of twice as many rows"
+    fixed_share = (3.0 * 0.5 + 5.0 * 0.25) / (3.0 * 1.5 + 5.0 * 1.75)
+    for kind, seconds in ((OpKind.FORWARD, whole), (OpKind.BACKWARD, found.stages[0, 0].backward_s)):
+        assert found.compute_s(0, (Op(kind, 0, 0),), (0.5,)) == pytest.approx(seconds * (fixed_share + (1 - fixed_share) / 2))
+    assert found.compute_s(1, (Op(OpKind.FORWARD, 1, 0),), (0.5,)) == 1.0
+
+
 def test_an_output_crosses_once_however_many_layers_take_it() -> None:
     edges = (NamedEdge(producer="a", consumer="b"), NamedEdge(producer="a", consumer="c", bytes=5), NamedEdge(producer="b", consumer="c"))
     profile = ModelProfile(name="m", microbatch_size=1, layers=(layer("a"), layer("b"), layer("c")), named_edges=edges)
