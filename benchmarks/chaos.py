@@ -1,6 +1,7 @@
 """One run of a small GPT over four nodes that is struck again and again, and what that costs.
 
-    python benchmarks/chaos.py [--faults N | --kinds KIND ...] [--faults-anew K] [--calm SECONDS] [--seed S] [--no-losses] [--json FILE]
+    python benchmarks/chaos.py [--faults N | --kinds KIND ...] [--faults-anew K] [--calm SECONDS] [--every SECONDS] [--core-share PART]
+                               [--seed S] [--modes MODE ...] [--no-losses] [--json FILE]
 
 as root, with iproute2.
 
@@ -21,8 +22,12 @@ missing. It takes about twice as long: `--faults-anew K` ends it after the first
 over these same K. `--kinds` are the faults in order, instead of all kinds at random; `--no-losses` leaves out the run without faults.
 `--modes` names the ways: `recover`, `restart`, and `no-spares`, which recovers without spare processes.
 
-For each way: goodput (updates that stayed, times the seconds of an update that nothing disturbs, over the seconds that passed), what each
-kind of fault took until the next new update, and the difference of the losses from those of a run without faults.
+A fault strikes so many seconds (`--calm`) after training goes on behind the last one; with `--every`, by the clock: the same moments for
+both ways, whatever they do meanwhile. With `--core-share 0.5` each node has half a core for itself, so that what a node that comes back
+computes takes nothing from the others.
+
+For each way: goodput (updates that stayed, times the seconds of an update in the quickest 20 seconds in a row, over the seconds that
+passed), what each kind of fault took until the next new update, and the difference of the losses from those of a run without faults.
 """
 
 from __future__ import annotations
@@ -64,7 +69,7 @@ AWAY_S = 10.0
 CUT_S = 20.0
 PATIENCE_S = 180.0
 DISK_BYTES = 96 << 20
-_CALM_WINDOWS = 10
+_QUICKEST_S = 20.0
 
 
 @dataclass
@@ -165,8 +170,9 @@ class Run:
 class Chaos:
     """Strikes a run, and mends what it broke."""
 
-    def __init__(self, machines: Cluster, run: Run, storage: Path, *, seed: int, calm_s: float) -> None:
-        self.machines, self.run, self.storage, self.calm_s = machines, run, storage, calm_s
+    def __init__(self, machines: Cluster, run: Run, storage: Path, *, seed: int, calm_s: float, every_s: float) -> None:
+        self.machines, self.run, self.storage, self.calm_s, self.every_s = machines, run, storage, calm_s, every_s
+        self.begin_s = time.time()
         self.chance = random.Random(seed)
         self.struck: list[Struck] = []
 
@@ -174,8 +180,7 @@ class Chaos:
         """Strike once, and go on when the run does."""
         run, chance = self.run, self.chance
         node, others = chance.randrange(NUM_NODES), chance.sample(range(1, NUM_NODES), 2)
-        wait_s = self.calm_s + chance.uniform(0.0, SPREAD_S)
-        run.watch(seconds=wait_s)
+        run.watch(seconds=max(self.calm_s, self._due_s() - time.time()) + chance.uniform(0.0, SPREAD_S))
         # The head of the cluster and the driver are on node 0. A device that is back is used only behind a window: what would be lost is
         # chosen among those that compute.
         place = {"kill": node, "stop": node, "crash": others[0], "cut": others[0]}.get(kind)
@@ -210,6 +215,13 @@ class Chaos:
         print(f"{len(self.struck)}: {kind} {hit.place}: noticed {hit.noticed_s}, next update {hit.lost_s}", file=sys.stderr, flush=True)
         if not goes_on:
             raise SystemExit(f"no update within {PATIENCE_S:g} s after {hit}\n{run.problem}")
+
+    def rest(self) -> None:
+        """Let the run go on behind the last fault for as long as behind the others."""
+        self.run.watch(seconds=max(self.calm_s, self._due_s() - time.time()))
+
+    def _due_s(self) -> float:
+        return self.begin_s + self.every_s * (len(self.struck) + 1)
 
     def _kill(self, node: int) -> None:
         self._signal(node, signal.SIGKILL)
@@ -300,27 +312,27 @@ def losses_of(storage: Path) -> list[float]:
 
 
 def run_with_faults(
-    mode: str, folder: Path, tokens: Path, plan: Path, kinds: list[str], *, seed: int, calm_s: float, share: float | None
+    mode: str, folder: Path, tokens: Path, plan: Path, kinds: list[str], arguments: argparse.Namespace
 ) -> tuple[dict[str, Any], list[float]]:
     """Strike a run; return its figures, and its losses."""
-    with small_disk(folder / mode) as storage, cluster(nodes=NUM_NODES, cpus_per_node=1, core_share=share) as machines:
+    with small_disk(folder / mode) as storage, cluster(nodes=NUM_NODES, cpus_per_node=1, core_share=arguments.core_share) as machines:
         run = Run(machines, [str(storage), str(tokens), str(NUM_UPDATES), mode, str(plan)])
         run.start()
         try:
             run.watch(seconds=PATIENCE_S, until=run.has_done(5))
             run.watch(seconds=10.0)
-            chaos = Chaos(machines, run, storage, seed=seed, calm_s=calm_s)
+            chaos = Chaos(machines, run, storage, seed=arguments.seed, calm_s=arguments.calm, every_s=arguments.every)
             (begin_s, first, _) = run.updates[-1]
             for kind in kinds:
                 chaos.strike(kind)
-            run.watch(seconds=calm_s)
+            chaos.rest()
             end_s, last, _ = run.updates[-1]
         finally:
             run.end()
-        update_s = undisturbed_s([seconds for _, _, seconds in run.updates])
+        update_s = undisturbed_s([(at_s, update) for at_s, update, _ in run.updates])
         figures = {
             "mode": mode,
-            "core_share": share,
+            "core_share": arguments.core_share,
             "faults": len(kinds),
             "updates": last - first,
             "seconds": end_s - begin_s,
@@ -336,10 +348,14 @@ def run_with_faults(
         return figures, losses_of(storage)
 
 
-def undisturbed_s(seconds: list[float]) -> float:
-    """The seconds of an update while nothing else computes: the least median of so many windows in a row."""
-    size = min(_CALM_WINDOWS, len(seconds))
-    return min(statistics.median(seconds[first : first + size]) for first in range(len(seconds) - size + 1))
+def undisturbed_s(done: list[tuple[float, int]]) -> float:
+    """The seconds of an update while nothing disturbs: those of the quickest stretch of so many seconds, by (at, updates done)."""
+    found = math.inf
+    for number, (begin_s, first) in enumerate(done):
+        behind = next(((at_s, update) for at_s, update in done[number:] if at_s >= begin_s + _QUICKEST_S), None)
+        if behind is not None and behind[1] > first:
+            found = min(found, (behind[0] - begin_s) / (behind[1] - first))
+    return found
 
 
 def calm_losses(folder: Path, tokens: Path, *, num_updates: int, plan: Path | None, share: float | None) -> tuple[list[float], Path]:
@@ -364,12 +380,12 @@ def main() -> None:
     parser.add_argument("--no-losses", action="store_true", help="do not compare the losses with those of a run without faults")
     parser.add_argument("--faults-anew", type=int, metavar="K", help="end the way that starts anew after so many faults")
     parser.add_argument("--calm", type=float, default=6.0, help="seconds of undisturbed training before each fault, at least")
+    parser.add_argument("--every", type=float, default=0.0, metavar="SECONDS", help="strike by the clock, behind --calm at the earliest")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--modes", nargs="+", choices=MODES, default=["recover", "restart"], help="no-spares: without spare processes")
     parser.add_argument("--core-share", type=float, metavar="PART", help="part of a core that each node has for itself")
     parser.add_argument("--json", help="file for all values")
     arguments = parser.parse_args()
-    share = arguments.core_share
     kinds = arguments.kinds or [KINDS[number % len(KINDS)] for number in range(arguments.faults - 1)]
     if not arguments.kinds:
         random.Random(arguments.seed).shuffle(kinds)
@@ -377,15 +393,15 @@ def main() -> None:
         folder = Path(name)
         tokens = folder / "tokens.parquet"
         prepare(str(Path(__file__).resolve().parents[1] / "docs"), output=tokens, validation_fraction=0.1)
-        _, plan = calm_losses(folder, tokens, num_updates=10, plan=None, share=share)
+        _, plan = calm_losses(folder, tokens, num_updates=10, plan=None, share=arguments.core_share)
         found = {}
         for mode in arguments.modes:
             # Who does not plan anew cannot do without a link.
             last = [] if arguments.kinds else ["link"]
             struck = kinds[: arguments.faults_anew] if mode == "restart" else [*kinds, *last]
-            found[mode] = run_with_faults(mode, folder, tokens, plan, struck, seed=arguments.seed, calm_s=arguments.calm, share=share)
+            found[mode] = run_with_faults(mode, folder, tokens, plan, struck, arguments)
         num_updates = max(len(losses) for _, losses in found.values())
-        calm = [] if arguments.no_losses else calm_losses(folder, tokens, num_updates=num_updates, plan=plan, share=share)[0]
+        calm = [] if arguments.no_losses else calm_losses(folder, tokens, num_updates=num_updates, plan=plan, share=arguments.core_share)[0]
     rows, document = [], []
     alike = min(len(figures["goodput_so_far"]) for figures, _ in found.values())
     for mode, (figures, losses) in found.items():
