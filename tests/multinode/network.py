@@ -35,7 +35,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from raypipe.cluster.signals import put_off
-from tests.multinode.cores import CoreGroup
+from tests.multinode.cores import CoreGroup, why_no_cores
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDERS = Path("/tmp")  # not the TMPDIR of whoever runs the tests: Ray's sockets lie below, and their paths may have 107 bytes
@@ -113,6 +113,7 @@ def network(
     rates: float | Mapping[tuple[int, int], float] | None = None,
     islands: Sequence[Sequence[int]] | None = None,
     uplink: float | Sequence[float] | None = None,
+    core_share: float | None = None,
 ) -> Iterator[Network]:
     """Brings up a network, and removes it whatever happens.
 
@@ -122,15 +123,16 @@ def network(
             of them. Pairs that are left out have no limit.
         islands: the nodes of each island; left out for one switch that joins all nodes.
         uplink: bytes per second that may leave an island, all its nodes together; one number for all islands, or one for each.
+        core_share: part of a core that each node has for itself (`tests.multinode.cores`); left out, nodes share all cores.
 
     Raises:
         NetworkError: this machine cannot (`why_not`), or something failed.
         ValueError: the arguments do not fit together.
     """
-    if reason := why_not():
+    if reason := why_not() or (None if core_share is None else why_no_cores()):
         raise NetworkError(reason)
     with closing_surely() as stack:
-        yield Network(stack, nodes=nodes, rates=rates, islands=islands, uplink=uplink)
+        yield Network(stack, nodes=nodes, rates=rates, islands=islands, uplink=uplink, core_share=core_share)
 
 
 @contextlib.contextmanager

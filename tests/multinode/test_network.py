@@ -14,7 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.multinode.network import FOLDERS, MARK, ROOT, Network, NetworkError, network, why_not
+from tests.multinode.cores import why_no_cores
+from tests.multinode.network import FOLDERS, MARK, ROOT, Network, NetworkError, finish, network, why_not
 from tests.on_ray.conftest import Brand
 
 MBIT = 1e6 / 8  # bytes per second
@@ -247,6 +248,29 @@ def test_a_process_that_takes_too_long_or_fails_is_an_error_with_what_it_said(ne
         net.run("import sys; print('no luck', file=sys.stderr); sys.exit(3)", node=1)
     assert net.run("raise SystemExit(3)", check=False).returncode == 3
     assert len(net.pids(0)) == 2  # the one that holds the namespace, and the sink
+
+
+SPIN = """
+import os, sys, time
+until = time.monotonic() + 1.5
+while time.monotonic() < until:
+    pass
+print(len(os.sched_getaffinity(0)), time.process_time() / 1.5)
+"""
+
+
+def test_a_node_has_no_more_than_its_part_of_a_core() -> None:
+    if reason := why_no_cores():
+        pytest.skip(reason)
+    with network(nodes=2, core_share=0.25) as net, net.start(SPIN, node=0) as one, net.start(SPIN, node=0) as other:
+        used = [finish(process, what="spinning", timeout_s=30.0).stdout.split() for process in (one, other)]
+        assert {cores for cores, _ in used} == {"1"}
+        assert 0.0 < sum(float(share) for _, share in used) < 0.35
+        groups = list(Path("/sys/fs/cgroup").glob(f"**/{net.name}-*"))
+        assert len(groups) == 2
+    assert not any(group.exists() for group in groups)
+    with pytest.raises(ValueError, match="part of a core must be above 0 and at most 1, got 2"), network(nodes=1, core_share=2):
+        pass
 
 
 def test_processes_see_their_node_and_no_other(net: Network) -> None:
