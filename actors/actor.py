@@ -103,7 +103,7 @@ class StageActor:
     ) -> None:
         torch.set_num_threads(num_threads)
         self._num_threads = num_threads
-        self._num_cores = len(cores.usable())
+        self._num_cores = cores.num_usable()
         self._on = devices.CPU
         self._cuda: cuda.Cuda | None = None
         start_profiler()  # layers are measured in a thread of Ray's

@@ -1,10 +1,11 @@
-"""Binds an actor to some cores of its node, if `scaling.bind_cores` asks for it.
+"""Counts the cores that an actor may use, and binds it to some of them, if `scaling.bind_cores` asks for it.
 
-It helps on several sockets with enough cores: four stages on two cores were 16 to 25 % slower when bound.
+Binding helps on several sockets with enough cores: four stages on two cores were 16 to 25 % slower when bound.
 """
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Sequence
 from contextlib import suppress
@@ -14,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 _SYSTEM = Path("/sys")
+_GROUPS = Path("/proc/self/cgroup")
 
 
 class NodePosition(NamedTuple):
@@ -37,6 +39,41 @@ def usable(system: Path = _SYSTEM) -> list[int]:
         return _number(folder / "physical_package_id"), _number(folder / "core_id"), core
 
     return sorted(os.sched_getaffinity(0), key=location)
+
+
+def num_usable(system: Path = _SYSTEM, groups: Path = _GROUPS) -> int:
+    """Return how many cores this process can keep busy: those that it may run on, or as many as the limit of its container allows."""
+    return max(math.floor(min(len(usable(system)), _limit(system, groups))), 1)
+
+
+def _limit(system: Path, groups: Path) -> float:
+    """Return the processor time that control groups allow, in seconds a second; infinite without a limit."""
+    limit = math.inf
+    with suppress(OSError):
+        for line in groups.read_text(encoding="ascii").splitlines():
+            number, controllers, path = line.split(":", 2)
+            if number == "0":
+                root, read = system / "fs/cgroup", _limit_of_v2
+            elif "cpu" in controllers.split(","):
+                root, read = system / "fs/cgroup/cpu", _limit_of_v1
+            else:
+                continue
+            # Within a container its own group may be the root of what is mounted, whatever the path says. Limits above it hold, too.
+            parts = [part for part in path.split("/") if part not in {"", ".."}]
+            limit = min([limit, *(read(root.joinpath(*parts[:depth])) for depth in range(len(parts) + 1))])
+    return limit
+
+
+def _limit_of_v2(folder: Path) -> float:
+    with suppress(OSError, ValueError):
+        quota, period = (folder / "cpu.max").read_text(encoding="ascii").split()
+        return float(quota) / float(period)  # a ValueError for "max"
+    return math.inf
+
+
+def _limit_of_v1(folder: Path) -> float:
+    quota, period = _number(folder / "cpu.cfs_quota_us"), _number(folder / "cpu.cfs_period_us")
+    return quota / period if quota > 0 and period > 0 else math.inf  # -1 without a limit
 
 
 def near(device: torch.device) -> list[int]:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
-from raypipe.actors import devices
+from raypipe.actors import cores, devices
 from raypipe.actors.actor_info import ActorInfo, actor_info
 from raypipe.actors.measure.flows import Flow, FlowConnection, Readings
 from raypipe.actors.measure.links import Links
@@ -31,7 +31,7 @@ class ProbeActor:
 
     def info(self) -> ActorInfo:
         """Return where this actor runs."""
-        return actor_info(self._on, num_cores=len(os.sched_getaffinity(0)))
+        return actor_info(self._on, num_cores=cores.num_usable())
 
     def connect(self, connections: Sequence[FlowConnection], *, host_ip: str) -> None:
         """Connect flows; raises `ConfigError` if cupy or NCCL is missing on a GPU."""

@@ -64,6 +64,37 @@ def test_a_system_without_descriptions_of_cores_has_them_in_order(tmp_path: Path
     assert cores.usable(tmp_path) == sorted(os.sched_getaffinity(0))
 
 
+V1, V2 = "4:cpu,cpuacct:/{path}\n2:memory:/m\n", "0::/{path}\n"
+
+
+@pytest.mark.parametrize(
+    ("groups", "files", "expected"),
+    [
+        (V2, {}, 8),
+        (V2, {"cpu.max": "max 100000"}, 8),
+        (V2, {"cpu.max": "250000 100000"}, 2),  # of a container with a view of its own
+        (V2, {"pod/cpu.max": "300000 100000", "pod/one/cpu.max": "max 100000"}, 3),  # the group above is limited
+        (V2, {"cpu.max": "50000 100000"}, 1),
+        (V2, {"cpu.max": "what"}, 8),
+        (V1, {"cpu/pod/one/cpu.cfs_quota_us": "400000", "cpu/pod/one/cpu.cfs_period_us": "100000"}, 4),
+        (V1, {"cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "100000"}, 8),
+        (V1, {"cpu/cpu.cfs_quota_us": "1600000", "cpu/cpu.cfs_period_us": "100000"}, 8),
+    ],
+)
+def test_a_container_has_as_many_cores_as_its_limit_allows(system: Path, groups: str, files: dict[str, str], expected: int) -> None:
+    own = system / "cgroup"
+    own.write_text(groups.format(path="pod/one"))
+    for name, text in files.items():
+        file = system / "fs/cgroup" / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text + "\n")
+    assert cores.num_usable(system, own) == expected
+
+
+def test_a_system_without_control_groups_has_all_cores(system: Path) -> None:
+    assert cores.num_usable(system, system / "none") == 8
+
+
 def test_all_threads_of_a_process_are_bound_and_those_that_come() -> None:
     allowed = sorted(os.sched_getaffinity(0))
     found: dict[str, set[int]] = {}
