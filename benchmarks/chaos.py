@@ -20,7 +20,7 @@ The same faults strike a run that recovers by itself, and one whose workers all 
 that know nothing of the stages: same plan, same driver, same checkpoints (every 20 s of training). That one waits for devices that are
 missing. It takes about twice as long: `--faults-anew K` ends it after the first K faults, beside which stands the other way's goodput
 over these same K. `--kinds` are the faults in order, instead of all kinds at random; `--no-losses` leaves out the run without faults.
-`--modes` names the ways: `recover`, `restart`, and `no-spares`, which recovers without spare processes.
+`--modes` names the ways: `recover`, `restart`, and `spares` and `no-spares`, which recover with spare processes everywhere or nowhere.
 
 A fault strikes so many seconds (`--calm`) after training goes on behind the last one; with `--every`, by the clock: the same moments for
 both ways, whatever they do meanwhile. With `--core-share 0.5` each node has half a core for itself, so that what a node that comes back
@@ -61,7 +61,7 @@ from tests.multinode.network import NetworkError
 
 LOSSES = {"kill", "stop", "crash"}  # of processes, which every run misses sooner or later
 KINDS = ("kill", "stop", "crash", "cut", "sever", "disk", "driver")
-MODES = ("recover", "no-spares", "restart")
+MODES = ("recover", "spares", "no-spares", "restart")
 NUM_NODES = 4
 NUM_UPDATES = 1_000_000  # never reached: the rate depends on it
 SPREAD_S = 4.0  # by which the calm between two faults differs
@@ -382,7 +382,9 @@ def main() -> None:
     parser.add_argument("--calm", type=float, default=6.0, help="seconds of undisturbed training before each fault, at least")
     parser.add_argument("--every", type=float, default=0.0, metavar="SECONDS", help="strike by the clock, behind --calm at the earliest")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--modes", nargs="+", choices=MODES, default=["recover", "restart"], help="no-spares: without spare processes")
+    parser.add_argument(
+        "--modes", nargs="+", choices=MODES, default=["recover", "restart"], help="spares, no-spares: with them everywhere, or nowhere"
+    )
     parser.add_argument("--core-share", type=float, metavar="PART", help="part of a core that each node has for itself")
     parser.add_argument("--json", help="file for all values")
     arguments = parser.parse_args()

@@ -23,12 +23,12 @@ class FailureConfig:
             they are rarer, and the longer nothing fails, the rarer they are, down to a tenth of this share. 1 means after every window.
         spare_processes: Whether a process waits on each node to take the place of a lost one, with Python, torch and the model's modules
             loaded. It loads beside the first windows, when a processor is idle, reserves nothing, uses no GPU and takes some 300 MB of
-            memory.
+            memory. Left out for the nodes that have a core besides those of their devices.
     """
 
     max_failures: NonNegativeInt = 3
     copy_share: Annotated[float, Field(gt=0, le=1)] = 0.05
-    spare_processes: bool = True
+    spare_processes: bool | None = None
 
 
 class CheckpointMetric(StrEnum):

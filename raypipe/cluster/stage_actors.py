@@ -21,7 +21,7 @@ from raypipe.artifacts.branches import stages_text
 from raypipe.cluster.actor_group import POLL_S, SILENCE_REMEDY, STARTING, ActorGroup, Failure, Member
 from raypipe.cluster.checks import check_actors
 from raypipe.cluster.lost_links import LostLinks
-from raypipe.cluster.slots import DeviceSlot
+from raypipe.cluster.slots import ClusterNode, DeviceSlot
 from raypipe.config import ClusterConfig, ScalingConfig
 from raypipe.errors import StageFailedError, TransportError, TransportTimeoutError
 
@@ -170,6 +170,13 @@ class StageActors(ActorGroup):
     def alive(self) -> dict[int, Member]:
         """Return the actors that are not lost, by the number of their slot."""
         return {number: member for number, member in enumerate(self.launched) if number not in self.gone}
+
+    def nodes(self, *, with_idle_core: bool) -> set[ClusterNode]:
+        """Return the nodes of the actors that are not lost; on demand those alone that have a core besides the ones of these."""
+        alive, num_threads = self.alive(), self.scaling.threads_per_device
+        num_busy = Counter(member.slot.node for member in alive.values())
+        num_cores = {member.slot.node: self.launched_infos[number].num_cores for number, member in alive.items()}
+        return {node for node, count in num_busy.items() if not with_idle_core or num_cores[node] > count * num_threads}
 
     def rest(self, suspects: Collection[int]) -> list[int]:
         """Abort all actors until they have nothing to do, and end those that are dead, silent or stuck: their slots' numbers are in `gone`.

@@ -218,7 +218,7 @@ class Fit:
             find_slots=strategy.find_slots,
             scaling=config.scaling,
             cluster=config.cluster,
-            with_spares=config.failure.spare_processes and config.failure.max_failures > 0,
+            spare_processes=config.failure.spare_processes if config.failure.max_failures else False,
             notice=self.notice,
         )
         with actors as self.coordinator, self._reading(), self._told_if_interrupted():

@@ -92,8 +92,8 @@ class Recovery:
         every_s = self._mtbf_s()
         if self.copies.after_window(update, seconds=window.wall_s, num_updates=window.num_updates, mtbf_s=every_s):
             self._take_back(update)
-        if self.config.spare_processes:
-            nodes = {member.slot.node for member in self.coordinator.actors.alive().values()}
+        if self.config.spare_processes is not False:
+            nodes = self.coordinator.actors.nodes(with_idle_core=self.config.spare_processes is None)
             self.coordinator.spares.keep(dict.fromkeys(nodes, 1), self.build_order)
 
     def recover(self, error: RunError, *, update: int) -> int:
@@ -291,7 +291,7 @@ class Recovery:
 
     def _is_prepared(self, slots: Mapping[int, DeviceSlot]) -> bool:
         """Return whether processes for these slots have loaded their modules, which they do beside the next windows."""
-        if not self.config.spare_processes:
+        if self.config.spare_processes is False:
             return True
         spares, nodes = self.coordinator.spares, Counter(slot.node for slot in slots.values())
         spares.keep(nodes, self.build_order, is_urgent=True)  # the run waits for them

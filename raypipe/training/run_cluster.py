@@ -35,12 +35,12 @@ def stage_actors(
     find_slots: Callable[..., list[DeviceSlot]],
     scaling: ScalingConfig,
     cluster: ClusterConfig,
-    with_spares: bool = False,
+    spare_processes: bool | None = False,
     notice: Callable[[str], None],
 ) -> Iterator[Coordinator]:
     """Yield the coordinator of running actors, in the cluster or a local one of `num_slots` slots; end them afterwards.
 
-    `with_spares` starts a spare process on each node, too.
+    Spare processes are started, too, as `FailureConfig` says.
     """
     address = cluster.resolved_address
     notice(f"connecting to the Ray cluster at {address}" if address else "starting Ray")
@@ -51,9 +51,11 @@ def stage_actors(
         notice(f"starting {counted(len(slots), 'actor')}")
         run = f"{name}-{time.time_ns() // 1_000_000:x}"
         with Coordinator(run=run, slots=slots, stages=stages, scaling=scaling, cluster=cluster) as coordinator:
-            if with_spares:
+            if spare_processes:
                 coordinator.spares.start({slot.node for slot in slots})
             coordinator.actors.wait_until_up()
+            if spare_processes is None:
+                coordinator.spares.start(coordinator.actors.nodes(with_idle_core=True))
             yield coordinator
 
 

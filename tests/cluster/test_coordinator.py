@@ -9,7 +9,8 @@ import pytest
 
 from raypipe.actors.actor_info import ActorInfo
 from raypipe.cluster.coordinator import Coordinator
-from raypipe.config import ClusterConfig, Transport
+from raypipe.cluster.stage_actors import StageActors
+from raypipe.config import ClusterConfig, ScalingConfig, Transport
 
 INFO = ActorInfo(node_id="a" * 40, ip="10.0.0.1", hostname="host", pid=1, num_cores=2, memory_bytes=1 << 30, shares_memory=True)
 CLUSTER = ClusterConfig(start_timeout_s=120.0, silence_timeout_s=30.0)
@@ -36,3 +37,22 @@ def test_devices_that_meet_again_are_soon_there_but_on_gpus_where_a_new_one_may_
         _epoch=epoch,
     )
     assert Coordinator._connect_order(cast("Coordinator", coordinator)).connect_timeout_s == expected_s
+
+
+@pytest.mark.parametrize(
+    ("nodes", "num_cores", "threads", "expected"),
+    [("ab", 1, 1, ""), ("ab", 2, 1, "ab"), ("aab", 2, 1, "b"), ("aab", 4, 2, "b"), ("aab", 5, 2, "ab"), ("xab", 2, 1, "ab")],
+)
+def test_nodes_whose_devices_use_all_cores_have_none_to_spare(nodes: str, num_cores: int, threads: int, expected: str) -> None:
+    info = ActorInfo(**(vars(INFO) | {"num_cores": num_cores}))
+    actors = SimpleNamespace(
+        scaling=ScalingConfig(threads_per_device=threads),
+        launched_infos=(info,) * len(nodes),
+        alive=lambda: {
+            number: SimpleNamespace(slot=SimpleNamespace(node=node))
+            for number, node in enumerate(nodes)
+            if node != "x"  # lost
+        },
+    )
+    assert StageActors.nodes(cast("StageActors", actors), with_idle_core=True) == set(expected)
+    assert StageActors.nodes(cast("StageActors", actors), with_idle_core=False) == set(nodes) - {"x"}

@@ -2,9 +2,9 @@
 
     python -m tests.multinode.chaos_run STORAGE TOKENS NUM_UPDATES MODE [PLAN]
 
-In mode `recover` the run recovers from failures itself, in mode `no-spares` without spare processes. In mode `restart` it does what a
-framework does that starts all workers anew from the last checkpoint, in the same driver and with the same plan; where devices are missing
-it waits for them.
+In mode `recover` the run recovers from failures itself, in modes `spares` and `no-spares` with and without spare processes. In mode
+`restart` it does what a framework does that starts all workers anew from the last checkpoint, in the same driver and with the same plan;
+where devices are missing it waits for them.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ NUM_DEVICES = 4
 NUM_MICROBATCHES = 4
 WARMUP_UPDATES = 20
 MODEL_OPTIONS: dict[str, Any] = {"num_layers": 6, "d_model": 64, "num_heads": 2, "sequence_length": 32, "dtype": "float64"}
+SPARES = {"spares": True, "no-spares": False}
 CHECKPOINT_EVERY_S = 20.0
 _RETRY_S = 1.0
 
@@ -55,7 +56,7 @@ def main() -> None:
         scaling_config=ScalingConfig(num_devices=NUM_DEVICES),
         cluster_config=ClusterConfig(message_timeout_s=8.0, silence_timeout_s=4.0, log_to_driver=False),
         run_config=RunConfig(name="run", storage_path=storage, num_updates=int(num_updates), checkpoint_every_s=CHECKPOINT_EVERY_S),
-        failure_config=FailureConfig(max_failures=0 if mode == "restart" else 10, spare_processes=mode == "recover"),
+        failure_config=FailureConfig(max_failures=0 if mode == "restart" else 10, spare_processes=SPARES.get(mode)),
         plan=plan[0] if plan else None,
     )
     ray.init(address="auto", log_to_driver=False, logging_level="ERROR")
