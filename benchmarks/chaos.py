@@ -340,9 +340,9 @@ def run_with_faults(
             "goodput": (last - first) * update_s / (end_s - begin_s),
             # Behind each fault: what it would be if the run ended there.
             "goodput_so_far": [(hit.updates - first) * update_s / (hit.end_s - begin_s) for hit in chaos.struck],
-            "struck": [vars(hit) for hit in chaos.struck],
+            "struck": [vars(hit) | {"said": [text.replace(f"{storage}/", "") for text in hit.said]} for hit in chaos.struck],
             # Seconds since the first of these updates; then what was said, or a window's last update and the seconds of one of its updates.
-            "notices": [(round(at_s - begin_s, 2), text[:300]) for at_s, text in run.notices],
+            "notices": [(round(at_s - begin_s, 2), text.replace(f"{storage}/", "")[:300]) for at_s, text in run.notices],
             "windows": [(round(at_s - begin_s, 2), update, round(seconds, 4)) for at_s, update, seconds in run.updates],
         }
         return figures, losses_of(storage)
