@@ -54,5 +54,5 @@ def test_nodes_whose_devices_use_all_cores_have_none_to_spare(nodes: str, num_co
             if node != "x"  # lost
         },
     )
-    assert StageActors.nodes(cast("StageActors", actors), with_idle_core=True) == set(expected)
-    assert StageActors.nodes(cast("StageActors", actors), with_idle_core=False) == set(nodes) - {"x"}
+    found = {idle: {*map(str, StageActors.nodes(cast("StageActors", actors), with_idle_core=idle))} for idle in (True, False)}
+    assert found == {True: set(expected), False: set(nodes) - {"x"}}
