@@ -49,7 +49,7 @@ def num_usable(system: Path = _SYSTEM, groups: Path = _GROUPS) -> int:
 def _limit(system: Path, groups: Path) -> float:
     """Return the processor time that control groups allow, in seconds a second; infinite without a limit."""
     limit = math.inf
-    with suppress(OSError):
+    with suppress(OSError, ValueError):
         for line in groups.read_text(encoding="ascii").splitlines():
             number, controllers, path = line.split(":", 2)
             if number == "0":

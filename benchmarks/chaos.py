@@ -22,9 +22,9 @@ missing. It takes about twice as long: `--faults-anew K` ends it after the first
 over these same K. `--kinds` are the faults in order, instead of all kinds at random; `--no-losses` leaves out the run without faults.
 `--modes` names the ways: `recover`, `restart`, and `spares` and `no-spares`, which recover with spare processes everywhere or nowhere.
 
-A fault strikes so many seconds (`--calm`) after training goes on behind the last one; with `--every`, by the clock: the same moments for
-both ways, whatever they do meanwhile. With `--core-share 0.5` each node has half a core for itself, so that what a node that comes back
-computes takes nothing from the others.
+A fault strikes so many seconds (`--calm`) after training goes on behind the last one; with `--every`, by the clock: at the same moments
+for both ways, unless the last fault is not over `--calm` seconds before. With `--core-share 0.5` each node has half a core for itself, so
+that what a node that comes back computes takes nothing from the others.
 
 For each way: goodput (updates that stayed, times the seconds of an update in the quickest 20 seconds in a row, over the seconds that
 passed), what each kind of fault took until the next new update, and the difference of the losses from those of a run without faults.
@@ -180,7 +180,8 @@ class Chaos:
         """Strike once, and go on when the run does."""
         run, chance = self.run, self.chance
         node, others = chance.randrange(NUM_NODES), chance.sample(range(1, NUM_NODES), 2)
-        run.watch(seconds=max(self.calm_s, self._due_s() - time.time()) + chance.uniform(0.0, SPREAD_S))
+        self.rest()
+        run.watch(seconds=chance.uniform(0.0, SPREAD_S))
         # The head of the cluster and the driver are on node 0. A device that is back is used only behind a window: what would be lost is
         # chosen among those that compute.
         place = {"kill": node, "stop": node, "crash": others[0], "cut": others[0]}.get(kind)
@@ -217,11 +218,9 @@ class Chaos:
             raise SystemExit(f"no update within {PATIENCE_S:g} s after {hit}\n{run.problem}")
 
     def rest(self) -> None:
-        """Let the run go on behind the last fault for as long as behind the others."""
-        self.run.watch(seconds=max(self.calm_s, self._due_s() - time.time()))
-
-    def _due_s(self) -> float:
-        return self.begin_s + self.every_s * (len(self.struck) + 1)
+        """Let the run go on until the next fault is due."""
+        due_s = self.begin_s + self.every_s * (len(self.struck) + 1)
+        self.run.watch(seconds=max(self.calm_s, due_s - time.time()))
 
     def _kill(self, node: int) -> None:
         self._signal(node, signal.SIGKILL)
@@ -349,13 +348,15 @@ def run_with_faults(
 
 
 def undisturbed_s(done: list[tuple[float, int]]) -> float:
-    """The seconds of an update while nothing disturbs: those of the quickest stretch of so many seconds, by (at, updates done)."""
-    found = math.inf
+    """The seconds of an update in the quickest stretch of `_QUICKEST_S`; `done` has pairs of a moment and the updates done by then."""
+    quickest_s = math.inf
     for number, (begin_s, first) in enumerate(done):
         behind = next(((at_s, update) for at_s, update in done[number:] if at_s >= begin_s + _QUICKEST_S), None)
         if behind is not None and behind[1] > first:
-            found = min(found, (behind[0] - begin_s) / (behind[1] - first))
-    return found
+            quickest_s = min(quickest_s, (behind[0] - begin_s) / (behind[1] - first))
+    if quickest_s == math.inf:
+        raise SystemExit(f"the run did not go on for {_QUICKEST_S:g} s; use a larger --calm")
+    return quickest_s
 
 
 def calm_losses(folder: Path, tokens: Path, *, num_updates: int, plan: Path | None, share: float | None) -> tuple[list[float], Path]:

@@ -23,7 +23,7 @@ class FailureConfig:
             they are rarer, and the longer nothing fails, the rarer they are, down to a tenth of this share. 1 means after every window.
         spare_processes: Whether a process waits on each node to take the place of a lost one, with Python, torch and the model's modules
             loaded. It loads beside the first windows, when a processor is idle, reserves nothing, uses no GPU and takes some 300 MB of
-            memory. Left out for the nodes that have a core besides those of their devices.
+            memory. If left out, only on nodes with more cores than their devices use; on a node that comes back, it loads in any case.
     """
 
     max_failures: NonNegativeInt = 3

@@ -25,7 +25,7 @@ class LayerMeasurement:
         looked_up_bytes: Their bytes as the optimizer steps them.
         reread_share: As in `LayerProfile`, whatever the optimizer.
         state_bytes: Bytes that the optimizer keeps; `None` where none has stepped.
-        fixed_share: Part of the seconds of forward and backward that half the rows take as well; `None` where that was not measured.
+        fixed_share: Part of the seconds of forward and backward that does not depend on the number of rows; `None` if not measured.
     """
 
     name: str

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import math
 import os
 import statistics
+import sys
 import threading
 import time
 import weakref
@@ -27,6 +29,7 @@ from raypipe.actors.stage.backward import backward_full, backward_input
 from raypipe.actors.stage.gradient_flow import LayerOutput, StageOutputs, zero_inputs
 from raypipe.actors.stage.layers import RngKey
 from raypipe.actors.stage.losses import tried_loss
+from raypipe.actors.stage.module import unchanged
 from raypipe.actors.stage.optimizer_state import flat_state
 from raypipe.actors.stage.optimizers import described, kinds_of
 from raypipe.actors.stage.precision import build_stage, loss_in_float32, prepare
@@ -156,6 +159,11 @@ class _Comparison:
         )
 
 
+def _on_rows(output: LayerOutput, num_rows: int) -> LayerOutput:
+    spec = output.spec
+    return dataclasses.replace(output, spec=dataclasses.replace(spec, shape=(num_rows, *spec.shape[1:])))
+
+
 def _num_rows(batch: Batch) -> int:
     return len(next(iter(batch.values())))
 
@@ -170,11 +178,16 @@ class _Samples:
     input_grad_s: list[float] = field(default_factory=list)
     weight_grad_s: list[float] = field(default_factory=list)
     update_s: list[float] = field(default_factory=list)
-    few_s: list[float] = field(default_factory=list)  # of forward and backward on half the rows
+    half_rows_s: list[float] = field(default_factory=list)  # of forward and backward
+
+    @property
+    def sums_s(self) -> list[float]:
+        """Return the seconds of each forward and its backward."""
+        return [forward_s + backward_s for forward_s, backward_s in zip(self.forward_s, self.backward_s, strict=True)]
 
     @property
     def spread(self) -> float:
-        sums = [forward_s + backward_s for forward_s, backward_s in zip(self.forward_s, self.backward_s, strict=True)]
+        sums = self.sums_s
         quartiles = statistics.quantiles(sums, n=4, method="inclusive") if len(sums) > 1 else sums * 3
         return (quartiles[2] - quartiles[0]) / 2 / quartiles[1] if quartiles[1] else 0.0
 
@@ -199,22 +212,6 @@ class _Layer:
         self.on = weights.on
         self.parameters = weights.versions.tensors(0)
         self.filler = torch.empty(_NUM_CACHED if self.on.type == "cpu" else 0)
-
-    def _on_half(self) -> _Layer | None:
-        """Return this layer on half the rows; `None` where there is one row, or where another shape would be compiled anew."""
-        num_rows = _num_rows(self.batch)
-        if num_rows < 2 or any(module._compiled_call_impl is not None for module in self.module.modules()):
-            return None
-        half = copy.copy(self)
-        half.batch = {name: tensor[: num_rows // 2] for name, tensor in self.batch.items()}
-        half.inputs = {
-            source: tuple(
-                dataclasses.replace(output, spec=dataclasses.replace(output.spec, shape=(num_rows // 2, *output.spec.shape[1:])))
-                for output in outputs
-            )
-            for source, outputs in self.inputs.items()
-        }
-        return half
 
     def measure(self, samples: _Samples, effort: Effort) -> LayerMeasurement:
         began_s = time.perf_counter()
@@ -254,34 +251,44 @@ class _Layer:
             fixed_share=self._fixed_share(samples),
         )
 
-    def _added_to(self, seconds: list[float]) -> _Layer | None:
-        """Add the seconds of a forward and a backward; where the model's code takes no fewer rows, drop them and return `None`."""
-        try:
-            _, forward_s, backward_s = self._run_whole()
-        except Exception:  # whatever that code raises; a worker of several devices would fail with it, too
-            seconds.clear()
-            return None
-        seconds.append(forward_s + backward_s)
-        return self
-
     def _fixed_share(self, samples: _Samples) -> float | None:
-        whole_s = lower_quartile(samples.forward_s) + lower_quartile(samples.backward_s)
-        if not samples.few_s or not whole_s:
-            return None
         num_rows = _num_rows(self.batch)
+        whole_s = lower_quartile(samples.sums_s)
+        if len(samples.half_rows_s) < LEAST_TIMED or not whole_s:
+            return None
         part = num_rows // 2 / num_rows
-        return min(max((lower_quartile(samples.few_s) / whole_s - part) / (1 - part), 0.0), 1.0)
+        share = min(max((lower_quartile(samples.half_rows_s) / whole_s - part) / (1 - part), 0.0), 1.0)
+        return share if share > 2 * samples.spread else 0.0  # an error of both times doubles in it
+
+    def _time_half(self, samples: _Samples, *, num_timed: int) -> None:
+        """Time forwards and backwards on half the rows, unless there is one row, or the model's code takes no other number of rows."""
+        num_rows = _num_rows(self.batch)
+        if num_rows < 2 or num_timed < LEAST_TIMED:
+            return
+        half = copy.copy(self)
+        half.batch = {name: tensor[: num_rows // 2] for name, tensor in self.batch.items()}
+        half.inputs = {source: tuple(_on_rows(output, num_rows // 2) for output in outputs) for source, outputs in self.inputs.items()}
+        # What was compiled for all rows is not compiled for others: it would stay so in training.
+        stance = torch.compiler.set_stance("fail_on_recompile") if "torch._dynamo" in sys.modules else contextlib.nullcontext()
+        timed = _Samples()
+        try:
+            with unchanged(self.module), stance:
+                for _ in range(1 + num_timed):  # the first warms up
+                    half._run_once(timed)
+        except Exception:  # whatever that code raises; a worker of several devices would fail with it, too
+            self._clear()
+        else:
+            samples.half_rows_s.extend(timed.sums_s[1:])
 
     def _time(self, samples: _Samples, effort: Effort, *, warm_up: int) -> None:
         for _ in range(warm_up):
             self._run_once(_Samples())
         until_s = time.perf_counter() + effort.most_s
-        half = self._on_half()
         for number in range(1, effort.repeats + 1):
             self._run_once(samples)
-            half = half and half._added_to(samples.few_s)
             if time.perf_counter() > until_s or (number >= LEAST_TIMED and samples.spread <= effort.spread):
-                return
+                break
+        self._time_half(samples, num_timed=number)
 
     def _estimate(self, samples: _Samples) -> None:
         forward_s = self._forward()[2]
@@ -309,17 +316,12 @@ class _Layer:
         stepped = {id(own): master for own, master in zip(self.weights.versions.tensors(0), self.weights.masters, strict=True)}
         return sum(stepped.get(id(weight), weight).nbytes for weight in tied)
 
-    def _run_whole(self) -> tuple[list[Tensor], float, float]:
-        """Return gradients of the outputs, and the seconds of a forward and of its backward."""
+    def _run_once(self, samples: _Samples) -> None:
         roots, leaves, forward_s = self._forward()
         gradients = [torch.ones_like(root) for root in roots]
         self.weights.bind(0, self.weights.versions.newest)
         _, backward_s = self._timed(lambda: backward_full(roots, gradients, leaves, self.parameters))
         self._clear()
-        return gradients, forward_s, backward_s
-
-    def _run_once(self, samples: _Samples) -> None:
-        gradients, forward_s, backward_s = self._run_whole()
         roots, leaves, _ = self._forward()
         self.weights.bind(0, self.weights.versions.newest)
         pivot = self.module.pivot(leaves)

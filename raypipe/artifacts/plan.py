@@ -61,7 +61,7 @@ class Plan:
     Attributes:
         name: Name of the model or run.
         planner: Name of the planner that chose it.
-        microbatch_size: Rows per microbatch; times of a profile of another size are scaled in proportion.
+        microbatch_size: Rows per microbatch; times of a profile of another size are scaled (`LayerTimes.on_rows`).
         stages: Names of the layers of each stage.
         workers: Devices of each worker.
         schedule: Valid order of the work of one window.

@@ -53,11 +53,11 @@ class LayerTimes:
             fixed_share=self.fixed_share,
         )
 
-    def on_rows(self, rows: float) -> LayerTimes:
-        """Return the times for a microbatch of more or fewer rows; `rows` over those of this one."""
-        if rows == 1:
+    def on_rows(self, row_ratio: float) -> LayerTimes:
+        """Return the times for a microbatch of so many times as many rows."""
+        if row_ratio == 1:
             return self
-        factor = factor_of_rows(self.fixed_share or 0.0, rows)
+        factor = factor_of_rows(self.fixed_share or 0.0, row_ratio)
         return replace(self.scaled(factor), fixed_share=None if self.fixed_share is None else self.fixed_share / factor)
 
     @classmethod
@@ -83,7 +83,7 @@ class LayerProfile:
     Attributes:
         weight_grad_s: Part of `backward_s` that computes the weight gradient; the rest computes the input gradient.
         split_s: Seconds beyond `backward_s` where input and weight gradient are computed apart.
-        fixed_share: Part of all these seconds that a microbatch of fewer rows takes as well (`factor_of_rows`); None counts as 0.
+        fixed_share: Part of all these seconds that does not depend on the number of rows (`factor_of_rows`); None counts as 0.
         saved_bytes: Bytes kept from forward to backward, the input included.
         parameter_bytes: Size of the weights, without gradients and optimizer state.
         weight_grad_saved_bytes: Bytes kept from a separate input gradient to its weight gradient.
@@ -187,9 +187,9 @@ class LayerProfile:
         )
 
 
-def factor_of_rows(fixed_share: float, rows: float) -> float:
-    """Return the seconds of an Op on more or fewer rows, over those on all; `rows` as a part of all."""
-    return fixed_share + (1 - fixed_share) * rows
+def factor_of_rows(fixed_share: float, row_ratio: float) -> float:
+    """Return how many times as long an Op takes on so many times as many rows."""
+    return fixed_share + (1 - fixed_share) * row_ratio
 
 
 def held_once(layers: Sequence[LayerProfile]) -> list[LayerProfile]:
@@ -325,6 +325,17 @@ class ModelProfile:
     def for_kind(self, kind: str) -> tuple[LayerTimes, ...]:
         """Return the times of all layers on a kind of device, else those of the profile itself."""
         return self.device_kinds.get(kind, self._times)
+
+    def on_rows(self, kind: str, row_ratio: float) -> tuple[LayerTimes, ...]:
+        """Return the times of all layers on a kind of device, for microbatches of so many times as many rows."""
+        times = self._on_rows.get((kind, row_ratio))
+        if times is None:
+            times = self._on_rows[kind, row_ratio] = tuple(of_layer.on_rows(row_ratio) for of_layer in self.for_kind(kind))
+        return times
+
+    @cached_property
+    def _on_rows(self) -> dict[tuple[str, float], tuple[LayerTimes, ...]]:
+        return {}
 
     @cached_property
     def digest(self) -> str:

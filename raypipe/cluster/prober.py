@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise, zip_longest
 
 from raypipe.actors.actor_info import ActorInfo
+from raypipe.actors.cores import num_usable
 from raypipe.actors.measure.flows import LEAST_PING_BYTES, WARM_UP_BYTES, Flow, Ping, exchanges, round_trips
 from raypipe.artifacts.calibration import Calibration
 from raypipe.artifacts.topology import ClusterTopology, Device, Node, NodeLink, Overheads
@@ -78,7 +78,7 @@ def probe(
     """
     # Before anything is started: the file may be unusable.
     calibration = Calibration.load(calibration_file()) if calibration_file().exists() else None
-    num_devices = devices_per_node or os.cpu_count() or 1
+    num_devices = devices_per_node or num_usable()
     with session(cluster, num_devices=num_devices, cpus_per_device=1.0) as connected:
         # A local cluster has one slot more, for the driver.
         limit = num_devices if connected.local else devices_per_node

@@ -61,7 +61,7 @@ class Spares:
         self._num_starts = 0
 
     def start(self, nodes: Iterable[ClusterNode]) -> None:
-        """Start a process on each node before the windows, which it would disturb; it loads nothing yet."""
+        """Start a process on each node before the first window, so that windows are not disturbed; it loads nothing yet."""
         for node in nodes:
             self._waiting[node.node_id] = [self._start(node)]
 

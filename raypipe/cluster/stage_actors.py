@@ -172,7 +172,7 @@ class StageActors(ActorGroup):
         return {number: member for number, member in enumerate(self.launched) if number not in self.gone}
 
     def nodes(self, *, with_idle_core: bool) -> set[ClusterNode]:
-        """Return the nodes of the actors that are not lost; on demand those alone that have a core besides the ones of these."""
+        """Return the nodes of the actors that are not lost; `with_idle_core`, only nodes with more cores than these actors use."""
         alive, num_threads = self.alive(), self.scaling.threads_per_device
         num_busy = Counter(member.slot.node for member in alive.values())
         num_cores = {member.slot.node: self.launched_infos[number].num_cores for number, member in alive.items()}

@@ -37,7 +37,7 @@ class LayerWaits:
         num_tied: Part of `num_parameters` that other stages share; equal on all stages of a tie.
         num_weights: Number of weights, alike, that have most of the parameters.
         num_late: Part of `num_parameters` that is rows of a table which the next reader does not look up.
-        fixed_share: Part of the seconds that fewer rows take as well.
+        fixed_share: Part of the seconds that does not depend on the number of rows.
     """
 
     forward_s: float

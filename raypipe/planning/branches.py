@@ -18,7 +18,7 @@ from raypipe.planning.branch_placement import Layers, divisions, placements, wor
 from raypipe.planning.evaluator import LayoutEvaluator
 from raypipe.planning.joint_cut import JointCut
 from raypipe.planning.layout import BranchStages, Layout
-from raypipe.planning.problem import Devices, Factors, Floats, Problem
+from raypipe.planning.problem import Devices, Floats, Problem
 from raypipe.schedules.families.branch_aware import NAME
 from raypipe.schedules.ir import StageGraph
 from raypipe.schedules.request import StageTimes
@@ -182,10 +182,10 @@ _UNSEARCHED = BranchSearch(TimedPipelines(StageGraph.chain(1), ((0,),), (StageTi
 
 def stage_times(problem: Problem, group: Devices, layers: Layers, *, recomputed: bool, split: bool) -> StageTimes:
     """Return the times of a stage on a worker, of its slowest device; `split` adds what a split backward takes longer."""
-    factors, chosen = problem.factors(group) or {0: Factors(math.inf, 0.0)}, list(layers)
+    chosen = list(layers)
     apart = np.array([[0.0], [float(split)], [0.0]])
     kinds: list[list[float]] = []
-    for kind, factor in factors.items():
+    for kind, factor in problem.factors(group):
         of_layers = problem.layer_s[kind][:, chosen] + apart * problem.split_s[kind][chosen]
         fixed = of_layers * problem.fixed_share[kind][chosen]
         kinds.append(factor.seconds(of_layers.sum(axis=1), fixed.sum(axis=1)).tolist())

@@ -132,11 +132,10 @@ class Estimator:
 
     def _stage(self, group: Devices, first: int, end: int) -> StageSeconds:
         problem = self.problem
-        factors = problem.factors(group)
-        if factors is None or not problem.can_sum(group) or (end == problem.num_layers and not problem.may_take_loss(group)):
+        if problem.rows(group) is None or not problem.can_sum(group) or (end == problem.num_layers and not problem.may_take_loss(group)):
             return StageSeconds(math.inf, math.inf, math.inf)
         forward_s = backward_s = 0.0
-        for kind, factor in factors.items():
+        for kind, factor in problem.factors(group):
             prefix, fixed = problem.prefix_s[kind], problem.fixed_prefix_s[kind]
             forward, input_grad, weight_grad = (prefix[:, end] - prefix[:, first]).tolist()
             fixed_forward, fixed_input_grad, fixed_weight_grad = (fixed[:, end] - fixed[:, first]).tolist()
@@ -166,12 +165,11 @@ class Estimator:
         """
         problem = self.problem
         stopping.spend(_RUNS_WORK_S * problem.num_layers**2)
-        factors = problem.factors(group)
-        if factors is None:
+        if problem.rows(group) is None:
             return None
+        factors = problem.factors(group)
         forward_s, backward_s = (
-            reduce(np.maximum, (factor.seconds(whole[kind], fixed[kind]) for kind, factor in factors.items()))
-            for whole, fixed in self._runs_s
+            reduce(np.maximum, (factor.seconds(whole[kind], fixed[kind]) for kind, factor in factors)) for whole, fixed in self._runs_s
         )
         if not problem.can_sum(group):
             forward_s[:] = np.inf

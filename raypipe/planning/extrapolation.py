@@ -19,7 +19,7 @@ _GAIN = 2  # Least factor by which two short updates must be shorter than the lo
 _GAIN_OF_MERGED = 1.5  # The same on many devices, where each simulation takes long.
 # Least microbatches per device by which the two short updates differ; the shorter one has twice as many, enough to fill any schedule.
 _FULL = 2
-_LEAST_UNIT = 8  # Microbatches by which they differ at least: those of few devices come with a period that is longer than the pipeline.
+_LEAST_UNIT = 8  # The same, however few the devices: times of few devices repeat after more microbatches than they are.
 _MOST_KEPT = 4
 MOST_EXACT = 32_768  # Microbatches x devices up to which the last layouts are simulated as whole updates, device by device.
 MOST_SIMULATED = 4_096  # Microbatches x devices up to which many layouts are simulated as whole updates in the end.
@@ -32,9 +32,9 @@ def short_lengths(num_microbatches: int, num_devices: int, *, gain: float = _GAI
 
     Args:
         num_microbatches: Of the long update.
-        num_devices: Of which each has one stage.
+        num_devices: Devices of the pipeline, with one stage each.
         gain: The least factor by which the short ones together are shorter.
-        late: Microbatches whose weight gradients stand last; as many others stand before them as without these.
+        late: Microbatches whose weight gradients stand last; the short updates are longer by about as many.
     """
     divisors = (number for number in range(1, 2 * num_devices + 1) if num_microbatches % number == 0)
     period = math.lcm(*divisors)
@@ -83,7 +83,7 @@ class ShortEvaluator(LayoutEvaluator):
         evaluation = self._extrapolated(layout, self.lengths(layout))
         if evaluation is None:
             return None
-        alike = self.best.setdefault(_kind(layout), [])
+        alike = self.best.setdefault(_group(layout), [])
         if all(kept.layout != layout for kept in alike):
             alike.append(evaluation)
             alike.sort(key=lambda one: one.rank)
@@ -131,12 +131,12 @@ class ShortEvaluator(LayoutEvaluator):
             return None
         best: Evaluation | None = None
         large = self.problem.num_microbatches * self.problem.num_devices > MOST_SIMULATED
-        kept = self.best[_kind(extrapolated.layout)][: 1 if large else None]
+        kept = self.best[_group(extrapolated.layout)][: 1 if large else None]
         alike = (one.layout for one in (extrapolated, *kept))
         for layout in dict.fromkeys(replace(layout, recomputed=None) for layout in alike):
             best = better(best, evaluator.simulate(layout))
         return best
 
 
-def _kind(layout: Layout) -> tuple[str, bool]:
+def _group(layout: Layout) -> tuple[str, bool]:
     return layout.order, bool(layout.divided)

@@ -22,7 +22,7 @@ from raypipe.planning.own_time_search import OwnTimeSearch
 from raypipe.planning.problem import Problem
 
 _WAYS = (("list", 0.5), ("list", 1.0), ("1f1b", 1.0), ("zb-h1", 0.5), ("zb-h2", 1.0))
-"""Orders of one stage on each worker, and the part of the microbatches whose weight gradients stand last."""
+"""Orders of one stage on each worker, and the part of the microbatches, of at most `_MOST_LATE`, whose weight gradients stand last."""
 _NUM_PARTS = 4
 _MOST_PARTS = 16
 _MOST_LATE = 32  # Microbatches to begin with: more rarely help, and hold their activations.

@@ -7,15 +7,16 @@ from __future__ import annotations
 
 import heapq
 import itertools
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
+import numpy as np
+
 from raypipe import stopping
 from raypipe.planning.branch_placement import BranchPlacement, Layers, levels, work_s
-from raypipe.planning.problem import Devices, Factors, Problem
+from raypipe.planning.problem import Devices, Problem
 
 _MOVE_WORK_S = 1e-6  # Of a move, for each worker.
 _MOST_PAIRED = 64  # moves of single layers of which pairs are tried, too
@@ -110,9 +111,8 @@ class JointCut:
         """Seconds of each layer on each worker."""
         layer_s = self.problem.layer_s.sum(axis=1)
         fixed_s = layer_s * self.problem.fixed_share
-        never = {0: Factors(math.inf, 0.0)}
         return [
-            max(factor.seconds(layer_s[kind], fixed_s[kind]).tolist() for kind, factor in (self.problem.factors(group) or never).items())
+            np.maximum.reduce([factor.seconds(layer_s[kind], fixed_s[kind]) for kind, factor in self.problem.factors(group)]).tolist()
             for group in self.workers
         ]
 

@@ -108,9 +108,8 @@ class MergedEvaluator(LayoutEvaluator):
         problem = self.problem
         rows = problem.rows(group)
         assert rows is not None, "the worker has rows"
-        pairs = zip(group, rows, strict=True)
-        device, of_device = max(pairs, key=lambda pair: pair[1] / problem.powers[pair[0]])
-        return device, of_device / problem.microbatch_size
+        pairs = [(device, of_device / problem.microbatch_size) for device, of_device in zip(group, rows, strict=True)]
+        return max(pairs, key=lambda pair: problem.device_s(*pair))
 
     def _of_share(self, stage: StageCost, group: Devices, share: float, ends: tuple[int, ...]) -> StageCost:
         if len(group) == 1:

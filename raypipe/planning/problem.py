@@ -5,12 +5,10 @@ Position l is the cut before layer l. Seconds and bytes are those of one whole m
 
 from __future__ import annotations
 
-import heapq
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -22,30 +20,18 @@ from raypipe.communication.pattern_choice import LEAST_GAIN, SumTime, ring_time,
 from raypipe.communication.patterns import MOST_MESHED
 from raypipe.errors import PlanError
 from raypipe.planning.late_sums import LateSums
+from raypipe.planning.row_shares import Factors, divided_rows, fixed_rows
 from raypipe.schedules.ir import UpdateScope
 from raypipe.schedules.staleness import StalenessLimits
 from raypipe.simulation.plan_cost import GRADIENT_BYTES_PER_PARAMETER_BYTE, STATE_BYTES_PER_PARAMETER_BYTE, layer_state_bytes
 
 Floats = npt.NDArray[np.float64]
 
-Seconds = TypeVar("Seconds", float, Floats)
-
 Devices = tuple[int, ...]  # Devices of one worker, in the order of their rows and of the ring that sums their gradients.
 
 _MOST_OPS = 20_000_000
 _RING_WORK_S = 60e-6  # Of the time of a ring, for each member.
 PATTERNS_WORK_S = 60e-6  # Of the times of all patterns, for each pair of members.
-
-
-class Factors(NamedTuple):
-    """What turns seconds of a whole microbatch at speed 1 into those of a device on its rows."""
-
-    of_all: float
-    of_fixed: float
-
-    def seconds(self, whole: Seconds, fixed: Seconds) -> Seconds:
-        """Return the seconds of work; `fixed` is the part of `whole` that fewer rows take as well."""
-        return whole * self.of_all + fixed * self.of_fixed
 
 
 def _summed_before(of_layers: Floats) -> Floats:
@@ -180,11 +166,11 @@ class Problem:
 
     @cached_property
     def fixed_share(self) -> Floats:
-        """Part of each layer's seconds that fewer rows take as well: [kind, layer]."""
+        """Part of each layer's seconds that does not depend on the number of rows: [kind, layer]."""
         return self._by_layer(lambda times: times.fixed_share or 0.0)
 
     def _by_layer(self, value: Callable[[LayerTimes], float]) -> Floats:
-        return np.array([[value(times.on_rows(self.scale)) for times in self.profile.for_kind(kind)] for kind in self.kinds])
+        return np.array([list(map(value, self.profile.on_rows(kind, self.scale))) for kind in self.kinds])
 
     @cached_property
     def prefix_s(self) -> Floats:
@@ -193,7 +179,7 @@ class Problem:
 
     @cached_property
     def fixed_prefix_s(self) -> Floats:
-        """The part of `prefix_s` that fewer rows take as well."""
+        """The part of `prefix_s` that does not depend on the number of rows."""
         return _summed_before(self.layer_s * self.fixed_share[:, None])
 
     @cached_property
@@ -395,11 +381,12 @@ class Problem:
     def rows(self, group: Sequence[int]) -> tuple[int, ...] | None:
         """Return the whole rows, at least one, of each of a worker's devices; `None` where there are too few.
 
-        Each row goes to the device that would be done with it first, so that the slowest is as fast as possible.
+        Each row goes to the device that would be done with it first, so that the slowest is as fast as possible on the whole model.
         """
         key = tuple(group)
         if key not in self._rows:
-            self._rows[key] = self._divided([self.powers[device] for device in key])
+            powers = [self.powers[device] for device in key]
+            self._rows[key] = divided_rows(self.microbatch_size, powers, fixed_rows=self._fixed_rows)
         return self._rows[key]
 
     def may_take_loss(self, group: Sequence[int]) -> bool:
@@ -412,34 +399,31 @@ class Problem:
         problem._rows.update(rows)
         return problem
 
-    def _divided(self, powers: Sequence[float]) -> tuple[int, ...] | None:
-        if len(powers) > self.microbatch_size:
-            return None
-        total = math.fsum(powers)
-        # The best division gives each device at least the whole rows of its fair share: only the rest is divided one by one.
-        rows = [max(int(self.microbatch_size * power / total), 1) for power in powers]
-        while sum(rows) > self.microbatch_size:
-            last = max((position for position, of_device in enumerate(rows) if of_device > 1), key=lambda at: rows[at] / powers[at])
-            rows[last] -= 1
-        queue = [((of_device + 1) / power, position) for position, (of_device, power) in enumerate(zip(rows, powers, strict=True))]
-        heapq.heapify(queue)
-        for _ in range(self.microbatch_size - sum(rows)):
-            _, position = heapq.heappop(queue)
-            rows[position] += 1
-            heapq.heappush(queue, ((rows[position] + 1) / powers[position], position))
-        return tuple(rows)
+    @cached_property
+    def _fixed_rows(self) -> float:
+        """The rows that take as long as what does not depend on their number, on the whole model."""
+        whole_s = float(self.prefix_s[:, :, -1].sum())
+        return fixed_rows(self.microbatch_size, float(self.fixed_prefix_s[:, :, -1].sum()) / whole_s) if whole_s else 0.0
 
-    def factors(self, group: Devices) -> dict[int, Factors] | None:
-        """Return for each kind of a worker's devices the times of its slowest one over those of a whole microbatch at speed 1."""
+    def factors(self, group: Devices) -> list[tuple[int, Factors]]:
+        """Return the pairs (kind, factors) of those of a worker's devices that may be its slowest; infinite where rows are too few."""
         rows = self.rows(group)
         if rows is None:
-            return None
-        factors: dict[int, Factors] = {}
-        for device, of_device in zip(group, rows, strict=True):
-            kind, speed, share = self.kind_of[device], self.speeds[device], of_device / self.microbatch_size
-            most = factors.get(kind, Factors(0.0, 0.0))
-            factors[kind] = Factors(max(most.of_all, share / speed), max(most.of_fixed, (1 - share) / speed))
-        return factors
+            return [(0, Factors(math.inf, 0.0))]
+        slowest: dict[int, list[Factors]] = {}
+        different = {(self.kind_of[device], self.speeds[device], of_device) for device, of_device in zip(group, rows, strict=True)}
+        pairs = ((kind, Factors.of(of_device / self.microbatch_size, speed)) for kind, speed, of_device in different)
+        for kind, factors in sorted(pairs, reverse=True):
+            # Of all that take longer for what depends on the rows, none takes as long for the rest.
+            if kind not in slowest or (self._fixed_rows and factors.of_fixed > slowest[kind][-1].of_fixed):
+                slowest.setdefault(kind, []).append(factors)
+        return [(kind, factors) for kind, of_kind in sorted(slowest.items()) for factors in of_kind]
+
+    def device_s(self, device: int, row_ratio: float) -> float:
+        """Return the seconds of a device for the whole model, on a part of the rows of a microbatch."""
+        kind = self.kind_of[device]
+        whole_s, fixed_s = (float(prefix[kind, :, -1].sum()) for prefix in (self.prefix_s, self.fixed_prefix_s))
+        return Factors.of(row_ratio, self.speeds[device]).seconds(whole_s, fixed_s)
 
     def demands(self, group: Devices) -> tuple[tuple[float, float], ...]:
         """Return the different pairs (share of a microbatch, bytes of memory) of a worker's devices."""

@@ -207,15 +207,12 @@ def _times(measured: Sequence[Sequence[LayerMeasurement]]) -> tuple[LayerTimes, 
             backward_s=fmean(layer.backward_s for layer in of_devices),
             weight_grad_s=fmean(layer.weight_grad_s for layer in of_devices),
             split_s=fmean(layer.split_s for layer in of_devices),
-            fixed_share=_mean([layer.fixed_share for layer in of_devices]),
+            fixed_share=None
+            if any(layer.fixed_share is None for layer in of_devices)
+            else fmean(layer.fixed_share or 0.0 for layer in of_devices),
         )
         for of_devices in zip(*measured, strict=True)
     )
-
-
-def _mean(shares: Sequence[float | None]) -> float | None:
-    known = [share for share in shares if share is not None]
-    return fmean(known) if known else None
 
 
 def model_profile(measured: Sequence[Sequence[LayerMeasurement]], model: Model, *, name: str, microbatch_size: int) -> ModelProfile:

@@ -226,6 +226,7 @@ _LAYER_COLUMNS: Mapping[str, tuple[str, Callable[[Any], str]]] = {
     "forward_s": ("forward", seconds),
     "backward_s": ("backward", seconds),
     "weight_grad_s": ("weight grad", seconds),
+    "fixed_share": ("fixed", ratio),
     "output_bytes": ("output", size),
     "saved_bytes": ("saved", size),
     "parameter_bytes": ("parameters", size),

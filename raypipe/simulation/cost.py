@@ -1,6 +1,6 @@
 """Seconds and bytes of Ops, messages and collectives.
 
-Left out: contention for memory bandwidth, and kernel launches.
+Left out: contention for memory bandwidth, and kernel launches beyond what layers were measured with.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class StageCost:
     Attributes:
         forward_s: Seconds of F and of R.
         weight_grad_s: Seconds of W; I takes the rest of the backward and `split_s`.
-        fixed_share: Part of the seconds of F, B, I and W that fewer rows take as well.
+        fixed_share: Part of the seconds of F, B, I and W that does not depend on the number of rows.
         saved_bytes: Activations held from F to the end of B, or of I where the backward is split.
         weight_grad_saved_bytes: Part of `saved_bytes` that is held until the end of W.
         low_precision_bytes: Half-length copies of weights that one version computes with.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
@@ -88,11 +87,6 @@ def layout_cost(
     of a replica steps a part of the weights (`stepped_shares`), and of `recomputed` stages only the inputs are kept. Sums go by
     `patterns`, as `Cost` has them.
     """
-
-    @functools.cache
-    def on_rows(kind: str) -> list[LayerTimes]:
-        return [times.on_rows(scale) for times in profile.for_kind(kind)]
-
     number = {name: position for position, name in enumerate(devices)}
     scale = microbatch_size / profile.microbatch_size
     edge_bytes = {ends: math.ceil(num_bytes * scale - 1e-6) for ends, num_bytes in crossing_bytes(profile, cut).items()}
@@ -110,8 +104,7 @@ def layout_cost(
             share = (stepped or {}).get(StageReplica(worker, stage), 1.0)
             for device, _ in placement.workers[worker]:
                 at = topology.device(devices[device])
-                times, of_tied = on_rows(at.kind), shared_bytes[stage]
-                cost = _stage_cost(profile, times, cut.stages[stage], at, scale, num_microbatches, optimizer_bytes, share, of_tied)
+                cost = _stage_cost(profile, cut.stages[stage], at, scale, num_microbatches, optimizer_bytes, share, shared_bytes[stage])
                 stages[device, stage] = replace(cost, kept_bytes=input_bytes[stage]) if stage in recomputed else cost
     shared = []
     for node in topology.nodes:
@@ -218,7 +211,6 @@ def _slowdown(times: LayerTimes, layer: LayerProfile) -> float:
 
 def _stage_cost(
     profile: ModelProfile,
-    times: Sequence[LayerTimes],
     layers: tuple[int, ...],
     device: Device,
     scale: float,
@@ -233,14 +225,15 @@ def _stage_cost(
     # Weights that stages share are stepped by all who step anything.
     of_all = min(shared_bytes / trained_bytes, 1.0) if trained_bytes else 0.0
     stepped = stepped_share + (1 - stepped_share) * of_all if stepped_share else 0.0
-    of_kind, seconds, factor = profile.for_kind(device.kind), LayerTimes.of(times[layer] for layer in layers), 1 / device.speed
+    profiled, times, factor = profile.for_kind(device.kind), profile.on_rows(device.kind, scale), 1 / device.speed
+    seconds = LayerTimes.of(times[layer] for layer in layers)
     return StageCost(
         forward_s=seconds.forward_s * factor,
         backward_s=seconds.backward_s * factor,
         weight_grad_s=seconds.weight_grad_s * factor,
         split_s=(seconds.split_s or 0.0) * factor,
         fixed_share=seconds.fixed_share or 0.0,
-        update_s=sum((layer.update_s or 0.0) * _slowdown(of_kind[number], layer) for number, layer in zip(layers, held, strict=True))
+        update_s=sum((layer.update_s or 0.0) * _slowdown(profiled[number], layer) for number, layer in zip(layers, held, strict=True))
         * stepped
         / device.speed,
         saved_bytes=round(sum(layer.saved_bytes for layer in profiles) * scale),

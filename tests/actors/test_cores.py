@@ -76,6 +76,7 @@ V1, V2 = "4:cpu,cpuacct:/{path}\n2:memory:/m\n", "0::/{path}\n"
         (V2, {"pod/cpu.max": "300000 100000", "pod/one/cpu.max": "max 100000"}, 3),  # the group above is limited
         (V2, {"cpu.max": "50000 100000"}, 1),
         (V2, {"cpu.max": "what"}, 8),
+        ("0::/gr\u00fc\u00dfe\n", {"cpu.max": "200000 100000"}, 8),
         (V1, {"cpu/pod/one/cpu.cfs_quota_us": "400000", "cpu/pod/one/cpu.cfs_period_us": "100000"}, 4),
         (V1, {"cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "100000"}, 8),
         (V1, {"cpu/cpu.cfs_quota_us": "1600000", "cpu/cpu.cfs_period_us": "100000"}, 8),

@@ -31,7 +31,6 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from tests.multinode.cores import why_no_cores
 from tests.multinode.network import Network, NetworkError, closing_surely, finish, why_not
 
 PORT = 6379
@@ -80,7 +79,7 @@ def cluster(
         NetworkError: this machine cannot have such a network (`why_not`), or a node did not start; names it.
         ValueError: the arguments do not fit together.
     """
-    if reason := why_not() or (None if core_share is None else why_no_cores()):
+    if reason := why_not(core_share):
         raise NetworkError(reason)
     cpus = [cpus_per_node] * nodes if isinstance(cpus_per_node, int) else list(cpus_per_node)
     if len(cpus) != nodes:

@@ -9,24 +9,25 @@ What one node computes then takes nothing from another one, as on machines of th
 from __future__ import annotations
 
 import contextlib
+import os
 import time
 from pathlib import Path
 
 _ROOT = Path("/sys/fs/cgroup")
 _PERIOD_S = 0.002
-"""Within which a node gets its share. What processes of low priority use of it is missing to others until it ends: it is short."""
+"""Within which a node gets its share. A process of the lowest priority may use it up, for which others wait: so it is short."""
 _LEAST_QUOTA_US = 1000  # of the kernel
 _REMOVED_S = 10.0
 
 
 def why_no_cores() -> str | None:
-    """The reason why nodes cannot have a part of the processors each; `None` where they can."""
-    if (_ROOT / "cpu" / "cpu.cfs_quota_us").exists():
-        return None
-    controllers = _ROOT / "cgroup.controllers"
-    if controllers.exists() and "cpu" in controllers.read_text().split():
-        return None
-    return f"no control groups for processors below {_ROOT}: mount the hierarchy of the cpu controller there"
+    """The reason why nodes cannot have a part of a core each; `None` where they can. Makes a group and removes it."""
+    try:
+        with contextlib.ExitStack() as stack:
+            CoreGroup(f"raypipe-{os.getpid()}", core=0, share=0.5, stack=stack)
+    except OSError as error:
+        return f"no control groups of the cpu controller below {_ROOT}: {error}"
+    return None
 
 
 class CoreGroup:

@@ -72,7 +72,7 @@ class NetworkError(RuntimeError):
 
 
 @functools.cache
-def why_not() -> str | None:
+def why_not(core_share: float | None = None) -> str | None:
     """The reason why this machine cannot have such a network; `None` where it can. Tries it, in namespaces that vanish."""
     if not sys.platform.startswith("linux"):
         return "network namespaces need Linux"
@@ -88,7 +88,7 @@ def why_not() -> str | None:
         return f"`unshare` with `ip` and `tc` did not end within {_PROGRAM_S:g} s"
     if tried.returncode != 0:
         return f"no namespaces, veth, bridge or htb here: {tried.stderr.strip() or f'unshare ended with {tried.returncode}'}"
-    return None
+    return None if core_share is None else why_no_cores()
 
 
 @dataclass(frozen=True)
@@ -129,7 +129,7 @@ def network(
         NetworkError: this machine cannot (`why_not`), or something failed.
         ValueError: the arguments do not fit together.
     """
-    if reason := why_not() or (None if core_share is None else why_no_cores()):
+    if reason := why_not(core_share):
         raise NetworkError(reason)
     with closing_surely() as stack:
         yield Network(stack, nodes=nodes, rates=rates, islands=islands, uplink=uplink, core_share=core_share)
@@ -174,7 +174,7 @@ class Network:
         self.folder = _claim_folder(stack)
         self.name = self.folder.name
         self._switch = _Namespace("the switch", self.name, stack)
-        self._namespaces = [_Namespace(f"node {node.number}", self.name, stack, self._joining(node, core_share)) for node in self.nodes]
+        self._namespaces = [_Namespace(f"node {node.number}", self.name, stack, self._on_core(node, core_share)) for node in self.nodes]
         self._lay_cables(uplinks)
         peers = {node.number: node.ip for node in self.nodes}
         self._leaving = [
@@ -393,11 +393,13 @@ class Network:
         with self.start(code, node=node, environment=environment) as process:
             return finish(process, what=what, timeout_s=timeout_s, check=check)
 
-    def _joining(self, node: Node, core_share: float | None) -> Sequence[str]:
+    def _on_core(self, node: Node, core_share: float | None) -> Sequence[str]:
         """The beginning of commands that run on a node: on its part of a core."""
         if core_share is None:
             return ()
         cores = sorted(os.sched_getaffinity(0))
+        if core_share * -(-len(self.nodes) // len(cores)) > 1:
+            raise ValueError(f"core_share: {len(self.nodes)} nodes with {core_share:g} of a core each need more than {len(cores)} cores")
         core = cores[node.number % len(cores)]
         return CoreGroup(f"{self.name}-{node.number}", core=core, share=core_share, stack=self._stack).enter
 
@@ -490,9 +492,9 @@ class _Namespace:
         pid: of the process that sleeps.
     """
 
-    def __init__(self, what: str, network: str, stack: contextlib.ExitStack, join: Sequence[str] = ()) -> None:
+    def __init__(self, what: str, network: str, stack: contextlib.ExitStack, on_core: Sequence[str] = ()) -> None:
         self._what = f"{what} of {network}"
-        self._join = join
+        self._on_core = on_core
         # The sleeping process is the first of its namespace: what loses its parent becomes its child, and must not stay a zombie.
         sleep = "read -r pid rest < /proc/self/stat; mount -t proc proc /proc; echo $pid; exec env --ignore-signal=CHLD sleep infinity"
         unshare = ["unshare", "--net", "--pid", "--mount", "--fork", "--kill-child", "sh", "-ec", sleep, network]
@@ -517,7 +519,7 @@ class _Namespace:
 
     def command(self, *argv: str) -> list[str]:
         """The command that runs another one inside; raises as `configure` does."""
-        return [*self._join, *self._enter("--net", "--pid", "--mount"), *argv]
+        return [*self._on_core, *self._enter("--net", "--pid", "--mount"), *argv]
 
     def configure(self, program: str, lines: Sequence[str]) -> None:
         """Has `ip` or `tc` carry out some lines; the first that fails is an error.

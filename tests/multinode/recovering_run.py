@@ -79,7 +79,7 @@ def main() -> None:
         run_config=RunConfig(
             name="run", storage_path=storage, num_updates=settings.num_updates, checkpoint_every=settings.checkpoint_every
         ),
-        failure_config=FailureConfig(max_failures=settings.max_failures, copy_share=0.5),
+        failure_config=FailureConfig(max_failures=settings.max_failures, copy_share=0.5, spare_processes=settings.waits_for_spares or None),
     ).fit()
     tell(losses=result.losses, path=result.path)
 

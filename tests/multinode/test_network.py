@@ -14,7 +14,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.multinode.cores import why_no_cores
 from tests.multinode.network import FOLDERS, MARK, ROOT, Network, NetworkError, finish, network, why_not
 from tests.on_ray.conftest import Brand
 
@@ -251,7 +250,7 @@ def test_a_process_that_takes_too_long_or_fails_is_an_error_with_what_it_said(ne
 
 
 SPIN = """
-import os, sys, time
+import os, time
 until = time.monotonic() + 1.5
 while time.monotonic() < until:
     pass
@@ -260,7 +259,7 @@ print(len(os.sched_getaffinity(0)), time.process_time() / 1.5)
 
 
 def test_a_node_has_no_more_than_its_part_of_a_core() -> None:
-    if reason := why_no_cores():
+    if reason := why_not(0.25):
         pytest.skip(reason)
     with network(nodes=2, core_share=0.25) as net, net.start(SPIN, node=0) as one, net.start(SPIN, node=0) as other:
         used = [finish(process, what="spinning", timeout_s=30.0).stdout.split() for process in (one, other)]
@@ -269,7 +268,9 @@ def test_a_node_has_no_more_than_its_part_of_a_core() -> None:
         groups = list(Path("/sys/fs/cgroup").glob(f"**/{net.name}-*"))
         assert len(groups) == 2
     assert not any(group.exists() for group in groups)
-    with pytest.raises(ValueError, match="part of a core must be above 0 and at most 1, got 2"), network(nodes=1, core_share=2):
+    with pytest.raises(ValueError, match="part of a core must be above 0 and at most 1, got 0"), network(nodes=1, core_share=0):
+        pass
+    with pytest.raises(ValueError, match=r"16 nodes with 0\.9 of a core each need more than"), network(nodes=16, core_share=0.9):
         pass
 
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import pytest
 import ray
 
-from raypipe.actors.cores import NodePosition, share, usable
+from raypipe.actors.cores import NodePosition, num_usable, share, usable
 from raypipe.artifacts.plan import Plan
 from raypipe.artifacts.profile import ModelProfile
 from raypipe.cluster.coordinator import Coordinator
@@ -61,7 +61,7 @@ def test_actors_keep_to_cores_where_they_are_told_to_and_tell_of_all() -> None:
         for number, place in enumerate(coordinator.actors.infos):
             expected = set(share(cores, NodePosition(number, len(workers)), num_threads=1))
             assert all(os.sched_getaffinity(int(thread)) == expected for thread in os.listdir(f"/proc/{place.pid}/task"))
-            assert place.num_cores == len(cores)
+            assert place.num_cores == num_usable()
 
 
 def test_the_cluster_tells_of_its_nodes() -> None:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 
 import pytest
 
+from raypipe.actors.cores import num_usable
 from raypipe.artifacts.topology import ClusterTopology
 from raypipe.cli import main
 from raypipe.cluster.prober import probe
@@ -37,7 +37,7 @@ def test_one_node_is_described_and_measured(local_ray: None, tmp_path: Path, cap
     topology = ClusterTopology.load(path)
     (node,) = topology.nodes
     assert [device.name for device in node.devices] == [f"{node.name}/{number}" for number in range(3)]
-    assert node.cores == len(os.sched_getaffinity(0))
+    assert node.cores == num_usable()
     assert all(device.memory_bytes for device in node.devices)
     assert node.link is not None
     assert node.link.bandwidth_bytes_per_s is not None

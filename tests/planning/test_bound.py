@@ -17,7 +17,7 @@ from raypipe.planning.problem import Problem
 from raypipe.planning.solve import solve
 from tests.marks import slow_unless
 from tests.planning.any_plans import any_plan
-from tests.planning.instances import all_plans, islands, random_problem
+from tests.planning.instances import all_plans, islands, random_problem, with_fixed_shares
 
 ORDERS = ("1f1b", "list", "gpipe", "zb-h1", "zb-h2")
 
@@ -67,6 +67,7 @@ def cases() -> list[Problem]:
         for at, node in enumerate(cluster.nodes)
     )
     found.append(Problem(profile, replace(cluster, nodes=nodes), 6, 12))
+    found += [with_fixed_shares(problem, number) for number, problem in enumerate(found[:16:4])]
     return [*found, *hubs()]
 
 

@@ -54,6 +54,21 @@ def test_devices_that_do_the_same_take_as_long_as_one(order: str) -> None:
     assert len(merged.timing.order.devices) == 2
 
 
+def test_of_unlike_devices_the_one_stands_for_all_that_takes_longest_for_its_rows() -> None:
+    problem = alike(output_bytes=0)
+    (first, *others) = problem.topology.nodes[0].devices
+    node = replace(problem.topology.nodes[0], devices=(replace(first, speed=4.0), *others))
+    problem = replace(problem, topology=replace(problem.topology, nodes=(node, problem.topology.nodes[1])))
+    layers = tuple(replace(layer, fixed_share=0.5) for layer in problem.profile.layers)
+    problem = replace(problem, profile=replace(problem.profile, layers=layers), microbatch_size=7)
+    layout = Layout((0, 8, 12), ((0, 1), (4, 5)))
+    assert problem.rows((0, 1)) == (6, 1)
+    whole, merged = LayoutEvaluator(problem).simulate(layout), MergedEvaluator(problem).simulate(layout)
+    assert whole is not None
+    assert merged is not None
+    assert merged.update_s == pytest.approx(whole.update_s, rel=0.05)
+
+
 # 1F1B waits for every message, and devices whose rows come first go on earlier than their mean.
 @pytest.mark.parametrize(("order", "error"), [("1f1b", 0.05), ("zb-h1", 0.03), ("zb-h2", 0.03), ("zb-v", 0.03)])
 def test_messages_and_sums_of_all_devices_take_about_as_long_as_those_of_one(order: str, error: float) -> None:

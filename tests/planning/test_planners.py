@@ -159,6 +159,7 @@ def test_rows_are_divided_where_that_saves_time(fixed_share: float) -> None:
 def test_estimates_and_bounds_count_what_fewer_rows_take_as_well(seed: int) -> None:
     problem = random_problem(seed, num_devices=4, num_layers=8)
     shares = [0.1 * (seed + number % 7) for number in range(problem.num_layers)]
+    # Forwards and backwards in the same proportion in all layers: else the part of a stage is one between those of its layers.
     layers = zip(problem.profile.layers, shares, strict=True)
     profile = replace(problem.profile, layers=tuple(replace(layer, fixed_share=share) for layer, share in layers))
     problem = replace(problem, profile=profile, microbatch_size=problem.microbatch_size // 2)
@@ -178,7 +179,7 @@ def test_estimates_and_bounds_count_what_fewer_rows_take_as_well(seed: int) -> N
             for device, of_device in zip(group, rows, strict=True)
         ]
         told = evaluator.estimator.stage(group, layout.cuts[stage], layout.cuts[stage + 1])
-        assert max(seconds) <= told.forward_s + told.backward_s <= max(seconds) * 1.3
+        assert told.forward_s + told.backward_s == pytest.approx(max(seconds), rel=1e-9)
 
 
 def test_few_ways_to_divide_rows_are_all_tried_and_of_many_some() -> None:

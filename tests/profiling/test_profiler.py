@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from raypipe.actors.measure.layer_costs import Effort, LayerMeasurement
+from raypipe.actors.measure.layer_costs import USUAL_EFFORT, Effort, LayerMeasurement
 from raypipe.actors.measure.layers import measure_layers
 from raypipe.actors.stage.optimizers import build_optimizer
 from raypipe.artifacts.profile import LayerTimes
@@ -288,14 +288,41 @@ class PerRow(nn.Module):
 
 @pytest.mark.parametrize(("fixed_s", "row_s"), [(0.004, 0.001), (0.0, 0.001), (0.004, 0.0)])
 def test_the_part_of_the_time_that_fewer_rows_take_as_well_is_measured(clock: Clock, fixed_s: float, row_s: float) -> None:
-    (measured,) = measure(one_layer(partial(PerRow, clock, fixed_s=fixed_s, row_s=row_s)), batch("inputs"))
+    (measured,) = measure(one_layer(partial(PerRow, clock, fixed_s=fixed_s, row_s=row_s)), batch("inputs"), USUAL_EFFORT)
     assert measured.forward_s == pytest.approx(fixed_s + NUM_ROWS * row_s)
     assert measured.fixed_share == pytest.approx(fixed_s / (fixed_s + NUM_ROWS * row_s))
 
 
 def test_a_layer_that_takes_no_fewer_rows_is_measured_all_the_same(clock: Clock) -> None:
-    (measured,) = measure(one_layer(partial(PerRow, clock, fixed_s=0.001, row_s=0.001, least_rows=3)), batch("inputs"))
+    (measured,) = measure(one_layer(partial(PerRow, clock, fixed_s=0.001, row_s=0.001, least_rows=3)), batch("inputs"), USUAL_EFFORT)
     assert measured.forward_s == pytest.approx(0.005)
+    assert measured.fixed_share is None
+
+
+def test_of_one_row_and_of_few_runs_no_part_is_told(clock: Clock) -> None:
+    model = one_layer(partial(PerRow, clock, fixed_s=0.001, row_s=0.001))
+    (of_one,) = measure(model, {"inputs": torch.zeros(1, WIDTH, dtype=torch.float64)}, USUAL_EFFORT)
+    (of_few,) = measure(model, batch("inputs"), QUICK)
+    assert of_one.fixed_share is of_few.fixed_share is None
+
+
+class Keeping(nn.Module):
+    """Adds what it was given before, as a layer with a state does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(WIDTH, dtype=torch.float64))
+        self.before: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x + self.weight if self.before is None else x + self.weight + self.before
+        self.before = x.detach()
+        return y
+
+
+def test_a_layer_with_a_state_of_all_rows_is_measured_in_several_passes() -> None:
+    (measured,) = measure(one_layer(Keeping), batch("inputs"), Effort(repeats=3, warm_up=1, passes=2))
+    assert measured.forward_s > 0
     assert measured.fixed_share is None
 
 
