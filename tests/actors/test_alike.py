@@ -214,11 +214,12 @@ def test_measuring_stops_when_it_is_exact_or_has_taken_long_enough() -> None:
 
     class Counting(Block):
         def forward(self, x: Tensor) -> Tensor:
-            runs.append(1)
+            runs.append(len(x))
             time.sleep(0.02)
             return super().forward(x)
 
-    def count(effort: Effort) -> int:
+    def count(effort: Effort) -> tuple[int, int]:
+        """The forwards on all rows, and on half of them."""
         runs.clear()
         measure_layers(
             model(Counting),
@@ -227,9 +228,10 @@ def test_measuring_stops_when_it_is_exact_or_has_taken_long_enough() -> None:
             seed=0,
             effort=effort,
         )
-        return len(runs)
+        return runs.count(ROWS), runs.count(ROWS // 2)
 
-    full = count(Effort(repeats=8, warm_up=0))
-    assert count(Effort(repeats=8, warm_up=0, spread=10.0)) == full - 5 * 2
-    assert count(Effort(repeats=8, warm_up=0, most_s=0.001)) == full - 7 * 2
-    assert count(Effort(estimates=True)) < full - 8 * 2
+    full, half = count(Effort(repeats=8, warm_up=0))
+    assert half == (8 + 1) * 2, "one of them warms up"
+    assert count(Effort(repeats=8, warm_up=0, spread=10.0)) == (full - 5 * 2, (3 + 1) * 2)
+    assert count(Effort(repeats=8, warm_up=0, most_s=0.001)) == (full - 7 * 2, 0)
+    assert count(Effort(estimates=True))[0] < full - 8 * 2
