@@ -59,7 +59,7 @@ def trainer(
     message_timeout_s: float = 60.0,
     plan: Path | None = None,
     adapts: bool = False,
-    spares: bool = False,
+    spares: bool | None = False,
 ) -> Trainer:
     return Trainer(
         "raypipe.models.mlp:mlp",

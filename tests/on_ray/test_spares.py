@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -92,6 +93,24 @@ def test_spare_processes_take_the_places_and_losses_stay_equal(tmp_path: Path, w
     assert reservations == [1]  # one device runs in a process of which Ray knows no resources
     if sys.platform == "linux":
         assert computing == [{os.SCHED_OTHER}]
+    assert living() == before
+
+
+@pytest.mark.parametrize("num_cores", [2, 3])
+def test_they_are_kept_by_default_where_a_core_is_left(
+    tmp_path: Path, watched: Watched, monkeypatch: pytest.MonkeyPatch, calm_losses: list[float], num_cores: int
+) -> None:
+    wait, before = StageActors.wait_until_up, living()
+
+    def wait_until_up(actors: StageActors) -> None:
+        wait(actors)
+        actors.launched_infos = tuple(replace(info, num_cores=num_cores) for info in actors.launched_infos)
+
+    monkeypatch.setattr(StageActors, "wait_until_up", wait_until_up)
+    faults = FaultScript().fail_at(device=1, before="1B2", kind=FaultKind.KILL, window=1)
+    assert trainer(tmp_path, spares=None, faults=faults).fit().losses == calm_losses
+    assert watched.taken == ([[1]] if num_cores > 2 else [[]])
+    assert bool(watched.started) is (num_cores > 2)
     assert living() == before
 
 
