@@ -414,7 +414,7 @@ class Problem:
         different = {(self.kind_of[device], self.speeds[device], of_device) for device, of_device in zip(group, rows, strict=True)}
         pairs = ((kind, Factors.of(of_device / self.microbatch_size, speed)) for kind, speed, of_device in different)
         for kind, factors in sorted(pairs, reverse=True):
-            # Of all that take longer for what depends on the rows, none takes as long for the rest.
+            # The part that depends on the rows shrinks from one to the next: only a larger fixed part can make a later one the slowest.
             if kind not in slowest or (self._fixed_rows and factors.of_fixed > slowest[kind][-1].of_fixed):
                 slowest.setdefault(kind, []).append(factors)
         return [(kind, factors) for kind, of_kind in sorted(slowest.items()) for factors in of_kind]

@@ -27,7 +27,7 @@ class Factors(NamedTuple):
         return cls(row_ratio / speed, (1 - row_ratio) / speed)  # `factor_of_rows`, with both parts as seconds
 
     def seconds(self, whole: Seconds, fixed: Seconds) -> Seconds:
-        """Return the seconds of work; `fixed` is the part of `whole` that fewer rows take as well."""
+        """Return the seconds of work; `fixed` is the part of `whole` that does not depend on the number of rows."""
         return whole * self.of_all + fixed * self.of_fixed
 
 

@@ -146,7 +146,7 @@ def best_division(
 ) -> tuple[Problem, Evaluation]:
     """Return the problem with the division of its rows that a quick search finds best, and the layout that it finds.
 
-    A row costs the same in microbatches of any size, besides what layers take for any number of rows and the overheads per microbatch.
+    A row costs the same in microbatches of any size, besides the fixed part of each layer's time and the overheads of each microbatch.
 
     Raises:
         PlanError: No division has a plan; the message is the last division's. Or the loss couples the rows of a microbatch.
