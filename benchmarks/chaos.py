@@ -1,7 +1,7 @@
 """One run of a small GPT over four nodes that is struck again and again, and what that costs.
 
     python benchmarks/chaos.py [--faults N | --kinds KIND ...] [--faults-anew K] [--calm SECONDS] [--every SECONDS] [--core-share PART]
-                               [--seed S] [--modes MODE ...] [--no-losses] [--json FILE]
+                               [--device-ms MS] [--seed S] [--modes MODE ...] [--no-losses] [--json FILE]
 
 as root, with iproute2.
 
@@ -24,7 +24,8 @@ over these same K. `--kinds` are the faults in order, instead of all kinds at ra
 
 A fault strikes so many seconds (`--calm`) after training goes on behind the last one; with `--every`, by the clock: at the same moments
 for both ways, unless the last fault is not over `--calm` seconds before. With `--core-share 0.5` each node has half a core for itself, so
-that what a node that comes back computes takes nothing from the others.
+that what a node that comes back computes takes nothing from the others. With `--device-ms 1` each layer
+waits a millisecond for each row in its forward, and two in its backward, as for a GPU: its node's core is idle meanwhile.
 
 For each way: goodput (updates that stayed, times the seconds of an update in the quickest 20 seconds in a row, over the seconds that
 passed), what each kind of fault took until the next new update, and the difference of the losses from those of a run without faults.
@@ -315,7 +316,7 @@ def run_with_faults(
 ) -> tuple[dict[str, Any], list[float]]:
     """Strike a run; return its figures, and its losses."""
     with small_disk(folder / mode) as storage, cluster(nodes=NUM_NODES, cpus_per_node=1, core_share=arguments.core_share) as machines:
-        run = Run(machines, [str(storage), str(tokens), str(NUM_UPDATES), mode, str(plan)])
+        run = Run(machines, [str(storage), str(tokens), str(NUM_UPDATES), mode, str(arguments.device_ms), str(plan)])
         run.start()
         try:
             run.watch(seconds=PATIENCE_S, until=run.has_done(5))
@@ -332,6 +333,7 @@ def run_with_faults(
         figures = {
             "mode": mode,
             "core_share": arguments.core_share,
+            "device_ms": arguments.device_ms,
             "faults": len(kinds),
             "updates": last - first,
             "seconds": end_s - begin_s,
@@ -359,11 +361,15 @@ def undisturbed_s(done: list[tuple[float, int]]) -> float:
     return quickest_s
 
 
-def calm_losses(folder: Path, tokens: Path, *, num_updates: int, plan: Path | None, share: float | None) -> tuple[list[float], Path]:
+def calm_losses(
+    folder: Path, tokens: Path, *, num_updates: int, plan: Path | None, arguments: argparse.Namespace
+) -> tuple[list[float], Path]:
     """The losses of a run without faults, and the plan that it followed."""
     storage = folder / ("calm" if plan else "first")
-    with cluster(nodes=NUM_NODES, cpus_per_node=1, core_share=share) as machines:
-        run = Run(machines, [str(storage), str(tokens), str(NUM_UPDATES), "recover", *([str(plan)] if plan else [])])
+    with cluster(nodes=NUM_NODES, cpus_per_node=1, core_share=arguments.core_share) as machines:
+        run = Run(
+            machines, [str(storage), str(tokens), str(NUM_UPDATES), "recover", str(arguments.device_ms), *([str(plan)] if plan else [])]
+        )
         run.start()
         try:
             if not run.watch(seconds=3600.0, until=run.has_done(num_updates)):
@@ -387,6 +393,7 @@ def main() -> None:
         "--modes", nargs="+", choices=MODES, default=["recover", "restart"], help="spares, no-spares: with them everywhere, or nowhere"
     )
     parser.add_argument("--core-share", type=float, metavar="PART", help="part of a core that each node has for itself")
+    parser.add_argument("--device-ms", type=float, default=0.0, metavar="MS", help="milliseconds for which a layer waits for a row")
     parser.add_argument("--json", help="file for all values")
     arguments = parser.parse_args()
     kinds = arguments.kinds or [KINDS[number % len(KINDS)] for number in range(arguments.faults - 1)]
@@ -396,7 +403,7 @@ def main() -> None:
         folder = Path(name)
         tokens = folder / "tokens.parquet"
         prepare(str(Path(__file__).resolve().parents[1] / "docs"), output=tokens, validation_fraction=0.1)
-        _, plan = calm_losses(folder, tokens, num_updates=10, plan=None, share=arguments.core_share)
+        _, plan = calm_losses(folder, tokens, num_updates=10, plan=None, arguments=arguments)
         found = {}
         for mode in arguments.modes:
             # Who does not plan anew cannot do without a link.
@@ -404,7 +411,7 @@ def main() -> None:
             struck = kinds[: arguments.faults_anew] if mode == "restart" else [*kinds, *last]
             found[mode] = run_with_faults(mode, folder, tokens, plan, struck, arguments)
         num_updates = max(len(losses) for _, losses in found.values())
-        calm = [] if arguments.no_losses else calm_losses(folder, tokens, num_updates=num_updates, plan=plan, share=arguments.core_share)[0]
+        calm = [] if arguments.no_losses else calm_losses(folder, tokens, num_updates=num_updates, plan=plan, arguments=arguments)[0]
     rows, document = [], []
     alike = min(len(figures["goodput_so_far"]) for figures, _ in found.values())
     for mode, (figures, losses) in found.items():

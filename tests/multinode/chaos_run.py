@@ -1,10 +1,10 @@
 """The run that `benchmarks/chaos.py` strikes, which tells how it goes: one JSON document a line.
 
-    python -m tests.multinode.chaos_run STORAGE TOKENS NUM_UPDATES MODE [PLAN]
+    python -m tests.multinode.chaos_run STORAGE TOKENS NUM_UPDATES MODE DEVICE_MS [PLAN]
 
 In mode `recover` the run recovers from failures itself, in modes `spares` and `no-spares` with and without spare processes. In mode
 `restart` it does what a framework does that starts all workers anew from the last checkpoint, in the same driver and with the same plan;
-where devices are missing it waits for them.
+where devices are missing it waits for them. With `DEVICE_MS` above 0, each layer waits so many milliseconds for a row, as for a GPU.
 """
 
 from __future__ import annotations
@@ -43,11 +43,12 @@ class Lines(Callback):
 
 def main() -> None:
     """Run."""
-    storage, tokens, num_updates, mode, *plan = sys.argv[1:]
+    storage, tokens, num_updates, mode, device_ms, *plan = sys.argv[1:]
+    on_device = {"row_s": float(device_ms) / 1e3} if float(device_ms) else {}
     trainer = Trainer(
         callbacks=[Lines()],
-        model="raypipe.models.gpt:gpt",
-        model_options=MODEL_OPTIONS,
+        model="tests.multinode.gpt_on_device:gpt_on_device" if on_device else "raypipe.models.gpt:gpt",
+        model_options=MODEL_OPTIONS | on_device,
         data_config=DataConfig(path=tokens, sequence_length=MODEL_OPTIONS["sequence_length"], num_validation_microbatches=0),
         schedule_config=ScheduleConfig()
         if plan
