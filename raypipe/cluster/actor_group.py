@@ -18,7 +18,7 @@ from raypipe.actors.transport.store import StoreServer
 from raypipe.cluster.slots import DeviceSlot
 from raypipe.errors import AbortedError, RaypipeError, RunError, StateLostError, TransportError
 
-POLL_S = 5.0
+POLL_S = 2.0
 """Usual time until actors that have not answered are looked at."""
 _AGAIN_S = 1.0  # between two further looks
 STARTING = "starting"
