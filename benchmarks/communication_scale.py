@@ -154,7 +154,7 @@ def of_window(evaluator: LayoutEvaluator, layout: Layout, copies: str, communica
     assert simulated is not None, "its schedule takes the size"
     order = CompiledOrder(lower(layout_schedule(problem, simulated.layout, num_updates=NUM_UPDATES), workers))
     timing = time_order(order, replace(simulated.timing.cost, communication=communication))
-    return Found(simulated.layout, copies, timing, evaluator.missing_bytes(simulated.layout, lambda: timing.peak_memory_bytes))
+    return Found(simulated.layout, copies, timing, max(evaluator.lacking_bytes(simulated.layout, lambda: timing.peak_memory_bytes)))
 
 
 def baselines(evaluator: LayoutEvaluator, workers: tuple[Devices, ...], copies: str) -> Iterator[tuple[str, Found]]:

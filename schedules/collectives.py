@@ -145,14 +145,19 @@ class CollectiveOrder:
     in needs no turn. Norms of tied stages come behind all that starts before that U: earlier they would hold up sums of other stages until
     the tie's sum has ended, and these may be awaited first. So each worker has, for each update: sums of replicas, sums of ties, norms.
 
+    Collectives of less than `fewest` devices are left out.
+
     The last bucket of a stage of `late_rows` is two sums. That of the rows that the next reader of the weights looks up is awaited by U,
     that of the others starts right behind it, and is awaited by the U of the next update. So it is where `late_rows_refusal` has no reason
     against it and the window has a reader of the new version.
     """
 
-    def __init__(self, schedule: Schedule, devices: Sequence[Sequence[int]], late_rows: Collection[int] = ()) -> None:
+    def __init__(
+        self, schedule: Schedule, devices: Sequence[Sequence[int]], late_rows: Collection[int] = (), *, fewest: int = 2
+    ) -> None:
         self.schedule = schedule
         self.devices = devices
+        self._fewest = fewest
         self._late_rows = frozenset(stage for stage in late_rows if not late_rows_refusal(schedule, stage))
         self.starts: dict[Op, list[Start]] = {}
         self.awaits: dict[Op, list[Start | Await]] = {}
@@ -276,11 +281,11 @@ class CollectiveOrder:
                 if update not in self.schedule.places:  # another copy updates and publishes; the sum is taken part in all the same
                     update = op._replace(kind=OpKind.PUBLISH, part=0)
                 self.awaits.setdefault(update, []).append(Await(collective))
-                if len(members) > 1:
+                if len(members) >= self._fewest:
                     self._sums.setdefault((place.worker, op.index), []).append((frozenset((op.stage,)), collective))
             elif next_use and (user := next_use(op)) is not None:
                 self.awaits.setdefault(user, []).append(Await(collective))
-            elif len(members) > 1:
+            elif len(members) >= self._fewest:
                 self.at_end.setdefault(place.worker, []).append(Await(collective))
 
     def _has_late_rows(self, op: Op, num_parts: int) -> bool:
@@ -312,7 +317,7 @@ class CollectiveOrder:
                 if not is_alone:
                     self._joined[worker] = last
                 awaits.append(Await(collective))
-            if not kind.is_norm and len(collective.devices) > 1:
+            if not kind.is_norm and len(collective.devices) >= self._fewest:
                 self._sums.setdefault((worker, update), []).append((stages, collective))
 
     def _collective(self, join: _Join, workers: Iterable[int]) -> Collective:
@@ -413,10 +418,10 @@ class CollectiveOrder:
         for op in ops:
             for kinds in _IN_TURN:
                 for item in self.awaits.get(op, ()):
-                    if item.collective.kind in kinds and len(item.collective.devices) > 1:
+                    if item.collective.kind in kinds and len(item.collective.devices) >= self._fewest:
                         yield item
 
     def behind(self, ops: tuple[Op, ...]) -> Iterator[Start]:
         """Return the collectives that start right behind a slot."""
         for op in ops:
-            yield from (start for start in self.starts.get(op, ()) if len(start.collective.devices) > 1)
+            yield from (start for start in self.starts.get(op, ()) if len(start.collective.devices) >= self._fewest)

@@ -182,16 +182,23 @@ class Placement:
 
 
 def lower(
-    schedule: Schedule, placement: Placement | None = None, *, buckets: Sequence[int] = (), late_rows: Collection[int] = ()
+    schedule: Schedule,
+    placement: Placement | None = None,
+    *,
+    buckets: Sequence[int] = (),
+    late_rows: Collection[int] = (),
+    merged: bool = False,
 ) -> tuple[DeviceProgram, ...]:
     """Return the programs of the devices, by number, for a valid schedule; replicas that lack reductions get them.
 
     `buckets` are the parts in which the gradients of each stage are summed, 1 by default (`communication.buckets.num_buckets`).
     Stages of `late_rows` sum some rows of their looked-up weights later than others, where that is possible (`CollectiveOrder`).
+    Where workers are `merged`, each device stands for all of a worker: it takes part in their sums alone. Such programs cannot run.
     """
     placement = placement or Placement.even(schedule.num_workers)
-    reduced = add_reductions(schedule, replicated_workers=placement.replicated_workers, buckets=buckets)
-    return _Lowering(reduced, placement, late_rows).programs()
+    replicated = range(schedule.num_workers) if merged else placement.replicated_workers
+    reduced = add_reductions(schedule, replicated_workers=replicated, buckets=buckets)
+    return _Lowering(reduced, placement, late_rows, fewest=1 if merged else 2).programs()
 
 
 def starts_inside(items: Sequence[Item], position: int, num_microbatches: int) -> list[Start]:
@@ -257,12 +264,13 @@ class _Route:
 
 
 class _Lowering:
-    def __init__(self, schedule: Schedule, placement: Placement, late_rows: Collection[int]) -> None:
+    def __init__(self, schedule: Schedule, placement: Placement, late_rows: Collection[int], *, fewest: int) -> None:
         self.schedule = schedule
         self.slots = [list(map(ops_of, program)) for program in schedule.programs]
         """By worker, the Ops of each slot: all devices of a worker share them."""
         self.rows = [dict(placement.rows(worker)) for worker in range(schedule.num_workers)]
-        self.collectives = CollectiveOrder(schedule, [[device for device, _ in members] for members in placement.workers], late_rows)
+        devices = [[device for device, _ in members] for members in placement.workers]
+        self.collectives = CollectiveOrder(schedule, devices, late_rows, fewest=fewest)
         self._num_parts: dict[tuple[int, int, OpKind], int] = {}
         """Of what is divided, by microbatch, stage and kind."""
         for op in schedule.places:

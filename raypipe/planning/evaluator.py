@@ -30,6 +30,7 @@ class Evaluation:
 
     Attributes:
         timing: Times of one update, or of a few where updates overlap.
+        lacking_bytes: Bytes that the fullest device of each worker lacks.
         num_updates: Number of updates of the planned window.
         extrapolated_s: Seconds of one update, where `timing` has fewer microbatches, or workers as one device each.
         mean_delay: Updates by which gradients are late on average; 0 where loss does not count.
@@ -39,12 +40,24 @@ class Evaluation:
 
     layout: Layout
     timing: Timing
-    missing_bytes: float
+    lacking_bytes: tuple[float, ...]
     num_updates: int = 1
     extrapolated_s: float | None = None
     mean_delay: float = 0.0
     more_updates: float = 1.0
     synchronous_share: float = 0.0
+
+    @property
+    def missing_bytes(self) -> float:
+        """Bytes that the fullest device lacks."""
+        return max(self.lacking_bytes)
+
+    @property
+    def lacking_stages(self) -> set[int]:
+        """Stages of the workers that lack memory."""
+        of_programs = chain(*map(repeat, self.lacking_bytes, self._programs_per_worker))
+        lacking = (computes for computes, num_bytes in zip(self.timing.order.computes, of_programs, strict=True) if num_bytes)
+        return {op.stage for computes in lacking for slot in computes for op in slot.ops}
 
     @property
     def update_s(self) -> float:
@@ -73,6 +86,11 @@ class Evaluation:
         return sizes if len(self.timing.order.devices) == len(sizes) else [1] * sum(sizes)
 
     @property
+    def _programs_per_worker(self) -> list[int]:
+        sizes = list(map(len, self.layout.workers))
+        return [1] * len(sizes) if len(self.timing.order.devices) == len(sizes) else sizes
+
+    @property
     def peak_memory_bytes(self) -> tuple[int, ...]:
         """Most bytes that each device holds."""
         return tuple(chain(*map(repeat, self.timing.peak_memory_bytes, self.devices_per_program)))
@@ -83,6 +101,7 @@ class Evaluation:
         return self.missing_bytes, self.loss_s
 
 
+_MOST_AGAIN = 3  # Times that further stages are recomputed: where these run changes, so does what others hold.
 OnEvaluated = Callable[[Evaluation], None]  # Called with every layout that is simulated.
 
 
@@ -132,8 +151,8 @@ class LayoutEvaluator:
     def simulate(self, layout: Layout) -> Evaluation | None:
         """Return the simulated layout; `None` where its schedule is refused, or devices would communicate that have no link.
 
-        If it is open which forwards run again: those that the estimate says, or all if that is not enough. Updates do not wait where that
-        takes memory that is lacking.
+        If it is open which forwards run again: those that the estimate says, and those of workers that lack memory then. Updates do not
+        wait where that takes memory that is lacking.
         """
         estimated = self.estimator.recomputed(layout) if layout.has_estimate else ()
         evaluation = self.simulate_exactly(replace(layout, recomputed=layout.recomputed or estimated))
@@ -141,8 +160,14 @@ class LayoutEvaluator:
             evaluation = better(evaluation, self.simulate_exactly(replace(evaluation.layout, late=0)))
         if evaluation is None or not evaluation.missing_bytes or layout.recomputed is not None or not self.problem.recompute:
             return evaluation
-        all_again = self.simulate_exactly(replace(evaluation.layout, recomputed=tuple(range(layout.num_stages))))
-        return better(evaluation, all_again)
+        for _ in range(_MOST_AGAIN):
+            once = evaluation.layout.recomputed or ()
+            again = tuple(sorted({*once, *evaluation.lacking_stages}))
+            found = None if again == once else self.simulate_exactly(replace(evaluation.layout, recomputed=again))
+            if found is None or found.rank >= evaluation.rank:
+                break
+            evaluation = found
+        return evaluation
 
     def simulate_at_last(self, layout: Layout) -> Evaluation | None:
         """Simulate a layout though the search has ended."""
@@ -193,8 +218,8 @@ class LayoutEvaluator:
             patterns=self.patterns,
         )
         timing = time_order(order, cost)
-        missing_bytes = self.missing_bytes(layout, lambda: timing.peak_memory_bytes)
-        evaluation = Evaluation(layout, timing, missing_bytes, window_updates(problem, layout))
+        lacking_bytes = self.lacking_bytes(layout, lambda: timing.peak_memory_bytes)
+        evaluation = Evaluation(layout, timing, lacking_bytes, window_updates(problem, layout))
         return self.note(self.charged(evaluation, lambda: self.schedules.mean_delay(problem, layout, schedule)))
 
     def charged(self, evaluation: Evaluation, mean_delay: Callable[[], float]) -> Evaluation:
@@ -205,14 +230,30 @@ class LayoutEvaluator:
         delay, share = mean_delay(), self.problem.synchronous_share
         return replace(evaluation, mean_delay=delay, more_updates=more_updates(optimizer, delay, share), synchronous_share=share)
 
-    def missing_bytes(self, layout: Layout, peaks: Callable[[], Sequence[float]]) -> float:
-        """Return the bytes that the fullest device lacks; `peaks`, of each device or worker, is called only where memory is limited."""
+    def lacking_bytes(self, layout: Layout, peaks: Callable[[], Sequence[float]]) -> tuple[float, ...]:
+        """Return the bytes that the fullest device of each worker lacks.
+
+        `peaks`, of each device or of the one with the most rows of each worker, is called only where memory is limited.
+        """
         limits = [[self.problem.memory_bytes[device] for device in group] for group in layout.workers]
         if min(map(min, limits)) == math.inf:
-            return 0.0
+            return (0.0,) * len(limits)
         held = peaks()
-        of_each = list(map(min, limits)) if len(held) == len(limits) else list(chain(*limits))
-        return max(0.0, *(peak - limit for peak, limit in zip(held, of_each, strict=True)))
+        if len(held) == len(limits):
+            return tuple(self._lacking_of(layout, worker, peak) for worker, peak in enumerate(held))
+        of_devices = iter(held)
+        return tuple(max(0.0, *(next(of_devices) - limit for limit in of_worker)) for of_worker in limits)
+
+    def _lacking_of(self, layout: Layout, worker: int, peak: float) -> float:
+        """Return the bytes that any device of a worker lacks, given what one with the most rows holds: activations are as the rows."""
+        demands = self.problem.demands(layout.workers[worker])
+        if layout.worker_cuts is None or overlaps(layout.order):
+            return max(0.0, peak - min(limit for _, limit in demands))
+        first, end = layout.worker_cuts[worker : worker + 2]
+        largest = max(share for share, _ in demands)
+        standing = float(self.problem.standing_prefix[end] - self.problem.standing_prefix[first])
+        summed = standing + (self.estimator.vector_bytes(first, end) if len(demands) > 1 else 0.0)
+        return max(0.0, *(max(standing + (peak - standing) * share / largest, min(summed, peak)) - limit for share, limit in demands))
 
     def plan(self, evaluation: Evaluation, *, planner: str, lower_bound_s: float, lower_bound_reason: str | None = None) -> Plan:
         """Return the plan of a simulated layout, with what is known of all plans."""

@@ -102,10 +102,10 @@ class ShortEvaluator(LayoutEvaluator):
         def on_the_line(short: float, long: float) -> float:
             return long + times * (long - short)
 
-        missing_bytes = self.missing_bytes(
+        lacking_bytes = self.lacking_bytes(
             layout, lambda: list(map(on_the_line, fewer.timing.peak_memory_bytes, more.timing.peak_memory_bytes))
         )
-        evaluation = replace(more, missing_bytes=missing_bytes, extrapolated_s=on_the_line(fewer.update_s, more.update_s))
+        evaluation = replace(more, lacking_bytes=lacking_bytes, extrapolated_s=on_the_line(fewer.update_s, more.update_s))
         # Of a longer update, more microbatches are on time: the delays of all of them together are on a line, too.
         delays = on_the_line(fewer.mean_delay * lengths[0], more.mean_delay * lengths[1])
         return self.charged(evaluation, lambda: delays / num_microbatches)

@@ -13,8 +13,6 @@ from bisect import bisect_left
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
-import numpy as np
-
 from raypipe import stopping
 from raypipe.planning.evaluator import Evaluation
 from raypipe.planning.layout import Layout
@@ -147,8 +145,8 @@ def _whole(layout: Layout) -> Layout:
     """Return a divided layout with each stage as it was before, in its order."""
     if not layout.divided:
         return layout
-    firsts = np.cumsum((0, *layout.divided)).tolist()
-    return Layout(tuple(layout.cuts[first] for first in firsts), layout.workers, layout.order)
+    assert layout.worker_cuts is not None, "each worker has one stage, which is divided"
+    return Layout(layout.worker_cuts, layout.workers, layout.order)
 
 
 def _rank(evaluation: Evaluation) -> tuple[float, float]:

@@ -84,6 +84,13 @@ class Layout:
         return self.branches is None and self.listed is None and not self.divided and self.num_stages == len(self.workers)
 
     @property
+    def worker_cuts(self) -> tuple[int, ...] | None:
+        """First layer of each worker, and the number of layers; `None` unless workers have one stage each, which may be divided."""
+        firsts = list(itertools.accumulate(self.divided or (1,) * len(self.workers), initial=0))
+        has_runs = self.branches is None and self.listed is None and firsts[-1] == self.num_stages
+        return tuple(self.cuts[first] for first in firsts) if has_runs else None
+
+    @property
     def sizes(self) -> list[int]:
         """Number of layers of each stage."""
         return [end - first for first, end in itertools.pairwise(self.cuts)]

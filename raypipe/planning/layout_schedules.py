@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from typing import ClassVar
 
 from raypipe import stopping
 from raypipe.errors import InputError, ScheduleError
@@ -94,9 +95,10 @@ def _built(problem: Problem, layout: Layout, num_updates: int) -> Schedule:
 class _Lowered:
     """A schedule on devices, and its programs for each division of gradients into sums."""
 
-    def __init__(self, schedule: Schedule, workers: Placement) -> None:
+    def __init__(self, schedule: Schedule, workers: Placement, *, merged: bool) -> None:
         self.schedule = schedule
         self._workers = workers
+        self._merged = merged
         self._orders: dict[tuple[tuple[int, ...], tuple[int, ...]], CompiledOrder] = {}
 
     def order(self, problem: Problem, layout: Layout) -> CompiledOrder:
@@ -108,7 +110,8 @@ class _Lowered:
             num_ops = sum(map(len, self.schedule.programs)) * num_devices / len(self._workers.workers)
             stopping.spend(_ITEM_WORK_S * num_ops)
             buckets, late_rows = sums
-            self._orders[sums] = CompiledOrder(lower(self.schedule, self._workers, buckets=buckets, late_rows=late_rows))
+            programs = lower(self.schedule, self._workers, buckets=buckets, late_rows=late_rows, merged=self._merged)
+            self._orders[sums] = CompiledOrder(programs)
         return self._orders[sums]
 
 
@@ -122,6 +125,8 @@ class ScheduleCache:
         unlinked: Message of the last layout in which devices communicate that have no link; empty if there was none.
     """
 
+    merged: ClassVar[bool] = False
+    """Whether a device stands for all of its worker."""
     check: PlanCheck | None = None
     too_stale: set[StalenessLimits] = field(default_factory=set, repr=False)
     refusals: list[str] = field(default_factory=list, repr=False)
@@ -164,7 +169,7 @@ class ScheduleCache:
         """Use a schedule for a layout and all that share its schedule."""
         workers = layout.placement(problem)
         assert workers is not None, "the rows can be divided"
-        self._compiled[self._key(problem, layout)] = _Lowered(schedule, workers)
+        self._compiled[self._key(problem, layout)] = _Lowered(schedule, workers, merged=self.merged)
 
     def without_refusals(self) -> ScheduleCache:
         """Share the schedules without the refusals."""
@@ -202,12 +207,14 @@ class ScheduleCache:
             if problem.staleness.exceeded_by(staleness):
                 self.too_stale.add(StalenessLimits.of(staleness))
                 return None
-        return _Lowered(schedule, workers)
+        return _Lowered(schedule, workers, merged=self.merged)
 
 
 @dataclass
 class MergedSchedules(ScheduleCache):
     """Compiled schedules of workers as single devices, shared by all layouts of as many workers."""
+
+    merged: ClassVar[bool] = True
 
     def placed(self, problem: Problem, layout: Layout) -> Placement | None:
         """Return each worker as one device."""

@@ -1,13 +1,14 @@
 """Evaluation of workers of many devices as if each were one device.
 
 The devices of a worker do the same on their rows, so one that is held up most stands for all: its seconds, its memory, the messages of
-all of them as one, and of their sum what is late behind the last backward. Such a simulation takes as long as one of single devices, and
+all of them as one, and their sums, one after the other. Such a simulation takes as long as one of single devices, and
 layouts whose rows are divided otherwise share its schedule. Only the best layouts are simulated device by device.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 from raypipe.artifacts.profile import factor_of_rows
@@ -18,7 +19,8 @@ from raypipe.planning.evaluator import Evaluation, LayoutEvaluator
 from raypipe.planning.layout import Layout
 from raypipe.planning.layout_schedules import MergedSchedules, window_updates
 from raypipe.planning.problem import Devices, Problem
-from raypipe.schedules.ir import Schedule
+from raypipe.schedules.collectives import Collective
+from raypipe.schedules.ir import OpKind, Schedule
 from raypipe.simulation.compiled import CompiledOrder
 from raypipe.simulation.cost import Cost, StageCost
 from raypipe.simulation.plan_cost import layout_cost, weight_versions
@@ -62,16 +64,16 @@ class MergedEvaluator(LayoutEvaluator):
             if not channel.exists:
                 return None
         try:
-            timing = time_order(order, self._cost(layout, schedule, channels))
+            timing = time_order(order, self._cost(layout, schedule, order, channels))
         except NoLinkError as error:
             self.schedules.unlinked = str(error)
             return None
-        missing_bytes = self.missing_bytes(layout, lambda: timing.peak_memory_bytes)
-        evaluation = Evaluation(layout, timing, missing_bytes, window_updates(self.problem, layout))
+        lacking_bytes = self.lacking_bytes(layout, lambda: timing.peak_memory_bytes)
+        evaluation = Evaluation(layout, timing, lacking_bytes, window_updates(self.problem, layout))
         evaluation = self.charged(evaluation, lambda: self._merged.mean_delay(self.problem, layout, schedule))
         return self.note(replace(evaluation, extrapolated_s=evaluation.update_s))
 
-    def _cost(self, layout: Layout, schedule: Schedule, channels: dict[tuple[int, int], Channel]) -> Cost:
+    def _cost(self, layout: Layout, schedule: Schedule, order: CompiledOrder, channels: dict[tuple[int, int], Channel]) -> Cost:
         problem = self.problem
         placement = self._merged.placed(problem, layout)
         assert placement is not None, "it has a schedule"
@@ -101,7 +103,31 @@ class MergedEvaluator(LayoutEvaluator):
             )
             for pair, channel in channels.items()
         }
-        return replace(cost, stages=stages, path=lambda source, target: paths.get((source, target)) or cost.path(source, target), nodes=())
+        return replace(
+            cost,
+            stages=stages,
+            path=lambda source, target: paths.get((source, target)) or cost.path(source, target),
+            nodes=(),
+            merged_s=self._late_s(layout, order, stages),
+        )
+
+    def _late_s(
+        self, layout: Layout, order: CompiledOrder, stages: Mapping[tuple[int, int], StageCost]
+    ) -> Callable[[int, Collective], float]:
+        """Return what returns by how many seconds a sum of a worker ends behind the Op that completes its gradients, B or W."""
+        problem = self.problem
+        split = {op.stage for _, slot, _ in order.classes for op in slot.ops if op.kind is OpKind.WEIGHT_GRADIENT}
+
+        def late_s(worker: int, collective: Collective) -> float:
+            group, stage = layout.workers[worker], collective.stage
+            if len(group) == 1:
+                return 0.0
+            first, end = layout.cuts[stage : stage + 2]
+            sum_s = float(problem.sum_s(group, float(problem.summed_prefix[end] - problem.summed_prefix[first])))
+            cost = stages[worker, stage]
+            return problem.late_sums.late_of(first, end, sum_s, cost.weight_grad_s if stage in split else cost.backward_s)
+
+        return late_s
 
     def _slowest(self, group: Devices) -> tuple[int, float]:
         """Return the device that takes longest with its rows, and its share of them."""
@@ -124,7 +150,6 @@ class MergedEvaluator(LayoutEvaluator):
             backward_s=stage.backward_s * factor,
             weight_grad_s=stage.weight_grad_s * factor,
             split_s=stage.split_s * factor,
-            update_s=stage.update_s + self.estimator.stage(group, ends[0], ends[1]).sum_s,
             saved_bytes=round(stage.saved_bytes * largest),
             weight_grad_saved_bytes=round(stage.weight_grad_saved_bytes * largest),
             kept_bytes=None if stage.kept_bytes is None else round(stage.kept_bytes * largest),

@@ -136,6 +136,7 @@ class Cost:
         path: Returns the path between two devices, by number; of infinite latency where they cannot communicate.
         nodes: Node of each device; where left out, each device has its own.
         patterns: Patterns of sums by members; of others, the one with which a run begins.
+        merged_s: Returns the seconds of a sum of the devices that one device stands for, from its number and the sum.
         transfers_block: Whether a device does nothing else while a message passes that it sends or receives, and takes one in only once it
             waits for it. raypipe's own actors do not block; runtimes that send and receive in the stream of the computation do.
     """
@@ -152,6 +153,7 @@ class Cost:
     communication: Communication = field(default_factory=Communication)
     nodes: tuple[str, ...] = ()
     patterns: Mapping[tuple[int, ...], Pattern] = field(default_factory=dict)
+    merged_s: Callable[[int, Collective], float] = lambda device, collective: 0.0
     transfers_block: bool = False
 
     def link(self, source: int, target: int) -> Path:
@@ -272,7 +274,9 @@ class Cost:
                     "topology do not join them both ways; add links or routes (`via`), or plan for it anew"
                 )
             return latency_s
-        return self._sum_time(collective).seconds(self.collective_bytes(collective)) if len(members) > 1 else 0.0
+        if len(members) == 1:
+            return self.merged_s(members[0], collective)
+        return self._sum_time(collective).seconds(self.collective_bytes(collective))
 
     def sum_latency_s(self, collective: Collective) -> float:
         """Return the latencies on the longest way of a slice of a sum, which has several members."""

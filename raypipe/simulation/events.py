@@ -81,6 +81,8 @@ class EventLoop:
         self.heap: list[tuple[float, int, int, int]] = []
         self.sequence = 0
         self.network = OrderTransfers.of(order, cost, self._push_flow, self.free_s)
+        self.merged_free_s = [0.0] * num_programs
+        """By program, when its last collective ends in which it takes part alone."""
 
     def _push(self, time_s: float, program: int, epoch: int = 0) -> None:
         self.sequence += 1
@@ -247,7 +249,11 @@ class EventLoop:
             return
         collective = self.order.collectives[number]
         self.num_started[number] += 1
-        if self.num_started[number] == len(collective.devices):
+        if len(collective.devices) == 1:
+            # Of a device that stands for several, whose sums pass the same links.
+            self.merged_free_s[program] = max(now_s, self.merged_free_s[program]) + self.cost.collective_s(collective)
+            self._summed(number, self.merged_free_s[program])
+        elif self.num_started[number] == len(collective.devices):
             self._summed(number, now_s + self.cost.collective_s(collective))
 
     def _summed(self, number: int, end_s: float) -> None:

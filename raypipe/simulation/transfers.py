@@ -118,7 +118,7 @@ class OrderTransfers:
         """
         sums: dict[int, _Sum] = {}
         for number, collective in enumerate(order.collectives):
-            if cost.takes_latency_alone(collective) or not cost.collective_bytes(collective):
+            if len(collective.devices) == 1 or cost.takes_latency_alone(collective) or not cost.collective_bytes(collective):
                 continue
             total = _sum_of(collective, cost)
             if all(hop.path.resources for hop in total.hops):
