@@ -260,6 +260,25 @@ class Estimator:
                 busy_s[-1] = max(busy_s[-1], crossing_bytes * max(there.s_per_byte, back.s_per_byte))
         return busy_s
 
+    def heads_s(self, layout: Layout) -> list[float]:
+        """Return about when the first activation comes to each stage, for one pipeline and one stage per worker."""
+        heads_s = [0.0]
+        for number, (group, behind) in enumerate(itertools.pairwise(layout.workers)):
+            forth = self.channel(group, behind)
+            forward_s = self.stage(group, layout.cuts[number], layout.cuts[number + 1]).forward_s
+            num_bytes = float(self.problem.crossing_bytes[layout.cuts[number + 1]])
+            heads_s.append(heads_s[-1] + forward_s + forth.latency_s + num_bytes * forth.s_per_byte)
+        return heads_s
+
+    def ends_s(self, layout: Layout) -> list[float]:
+        """Return about when each stage is done with an update if it works without a gap, and then sums."""
+        heads_s, num_microbatches = self.heads_s(layout), self.problem.num_microbatches
+        stages = (self.stage(group, *ends) for group, ends in zip(layout.workers, itertools.pairwise(layout.cuts), strict=True))
+        return [
+            head_s + num_microbatches * (forward_s + backward_s) + sum_s
+            for head_s, (forward_s, backward_s, sum_s) in zip(heads_s, stages, strict=True)
+        ]
+
     def vector_bytes(self, first: int, end: int) -> float:
         """Return the bytes of the vector in which copies of the layers first..end-1 sum a bucket of their gradients."""
         num_bytes = self._vectors.get((first, end))

@@ -21,6 +21,7 @@ from raypipe.planning.problem import Problem
 
 _WAYS = (("list", 0.5), ("list", 1.0), ("1f1b", 1.0), ("zb-h1", 0.5), ("zb-h2", 1.0))
 """Orders of one stage on each worker, and the part of the microbatches, of at most `_MOST_LATE`, whose weight gradients stand last."""
+ORDERS = tuple(dict.fromkeys(order for order, _ in _WAYS))
 _NUM_PARTS = 4
 _MOST_PARTS = 16
 _MOST_LATE = 32  # Microbatches to begin with: more rarely help, and hold their activations.
@@ -83,9 +84,11 @@ class HiddenSumSearch(OwnTimeSearch):
 
     Attributes:
         limit_s: Seconds of an update that layouts must come near to be simulated.
+        orders: Orders that are divided.
     """
 
     limit_s: float = math.inf
+    orders: tuple[str, ...] = ORDERS
     _gains: dict[Division, int] = field(default_factory=dict, repr=False)
     _num_divided: int = field(default=0, repr=False)
 
@@ -132,7 +135,9 @@ class HiddenSumSearch(OwnTimeSearch):
     def _divisions(self) -> list[Division]:
         num_microbatches = self.evaluator.problem.num_microbatches
         most = min(num_microbatches, _MOST_LATE)
-        divisions = list(dict.fromkeys(Division(order, _NUM_PARTS, math.ceil(share * most)) for order, share in _WAYS))
+        divisions = list(
+            dict.fromkeys(Division(order, _NUM_PARTS, math.ceil(share * most)) for order, share in _WAYS if order in self.orders)
+        )
         if self._num_divided < _NUM_FIRST:
             return divisions
         return sorted(divisions, key=lambda division: -self._gains.get(division, 0))[:_NUM_TRIED]

@@ -1,4 +1,8 @@
-"""Random changes of layouts, for local search."""
+"""Random changes of layouts, for local search.
+
+Among many workers, chance seldom finds the device that helps the busiest one and has good links to its ring: there, one change in three is
+made on purpose (`Moves._relieve`).
+"""
 
 from __future__ import annotations
 
@@ -7,25 +11,69 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
+
+from raypipe.planning.estimator import Estimator
 from raypipe.planning.layout import Layout
 from raypipe.planning.problem import Devices, Problem
+
+_MOST_BY_CHANCE = 8  # Devices up to which chance finds what helps.
+_ON_PURPOSE = 0.35  # Share of the changes with more devices.
+_GIVEN_BACK = 0.3  # Share of the devices for which the worker that gives one gets another.
+_NEXT_DEVICES = 4.0  # Rank of the device that is given, by its links, in the mean.
 
 
 @dataclass(frozen=True)
 class Moves:
     """Random changes of layouts of one problem."""
 
-    problem: Problem
+    estimator: Estimator
     schedules: tuple[str, ...]
     estimate_s: Callable[[Layout], float]
+
+    @property
+    def problem(self) -> Problem:
+        """The problem of the layouts."""
+        return self.estimator.problem
 
     def changed(self, layout: Layout, rng: random.Random) -> Layout | None:
         """Return the layout with one random change; `None` where that is impossible.
 
         Which forwards run again is left open: other stages may then lack memory.
         """
+        layout = layout if layout.recomputed is None else replace(layout, recomputed=None)
+        if self.problem.num_devices > _MOST_BY_CHANCE and rng.random() < _ON_PURPOSE:
+            return self._relieve(layout, rng)
         change = rng.choices(_CHANGES, cum_weights=_CUMULATIVE)[0]
-        return change(self, layout if layout.recomputed is None else replace(layout, recomputed=None), rng)
+        return change(self, layout, rng)
+
+    def _relieve(self, layout: Layout, rng: random.Random) -> Layout | None:
+        """Give one of the busiest workers a device with good links to its ring, an idle one or one of a worker that is done early."""
+        ends_s = self.estimator.ends_s(layout)
+        busiest = sorted(range(len(ends_s)), key=lambda worker: -ends_s[worker])
+        target = busiest[min(int(rng.expovariate(1.0)), len(busiest) - 1)]
+        mean_s = sum(ends_s) / len(ends_s)
+        giving = [worker for worker, group in enumerate(layout.workers) if len(group) > 1 and ends_s[worker] < mean_s and worker != target]
+        devices = np.array([*self._idle(layout), *itertools.chain(*(layout.workers[worker] for worker in giving))], dtype=int)
+        if not devices.size:
+            return None
+        ring = list(layout.workers[target])
+        there = self.problem.bandwidth[np.array(ring)]
+        back = self.problem.bandwidth[:, np.array(ring[1:] + ring[:1])]
+        # Each device stands best where the slower of its links to both neighbors is the quickest.
+        links = np.minimum(there[:, devices], back[devices].T)
+        ranked = np.argsort(-links.max(axis=0), kind="stable")
+        chosen = int(ranked[min(int(rng.expovariate(1 / _NEXT_DEVICES)), len(ranked) - 1)])
+        device, behind = int(devices[chosen]), int(links[:, chosen].argmax()) + 1
+        giver = next((worker for worker in giving if device in layout.workers[worker]), None)
+        workers = [[other for other in group if other != device] for group in layout.workers]
+        if giver is not None and len(ring) > 1 and rng.random() < _GIVEN_BACK:
+            weakest = min(ring, key=self.problem.powers.__getitem__)
+            workers[giver].append(weakest)
+            behind -= ring.index(weakest) < behind
+            workers[target].remove(weakest)
+        workers[target].insert(behind, device)
+        return replace(layout, workers=_groups(workers)) if all(map(self.problem.rows, workers)) else None
 
     def _idle(self, layout: Layout) -> list[int]:
         used = {device for group in layout.workers for device in group}

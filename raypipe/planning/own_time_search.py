@@ -13,6 +13,7 @@ import math
 import random
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 from raypipe import stopping
 from raypipe.planning import own_times
@@ -24,8 +25,6 @@ from raypipe.planning.problem import Problem
 ORDER = own_times.ORDERS[0]
 _MOST_MICROBATCHES = 1024  # Of all workers: an order of more takes long to search for.
 _USUAL_MICROBATCHES = 128  # Of all workers: with more, fewer layouts are tried.
-_NUM_ANNEALED = 8  # Layouts from which annealing starts.
-_NUM_STEPS = 1_000  # Of annealing, from each of them.
 _NUM_SIMULATED = 12
 _NUM_IMPROVED = 24  # Layouts that are simulated around the best ones.
 _TEMPERATURE = 0.1
@@ -51,18 +50,22 @@ class OwnTimeSearch:
 
     evaluator: LayoutEvaluator
     effort: float = 1.0
+    _annealing_share: ClassVar[float] = 1 / 3
+    _num_annealed: ClassVar[int] = 8
+    """Layouts from which annealing starts."""
+    _num_steps: ClassVar[int] = 1_000
+    """Of annealing, from each of them."""
     _least: dict[Layout, float] = field(default_factory=dict, repr=False)
 
     def run(self, begin: Iterable[Layout], evaluated: list[Evaluation]) -> None:
         """Add simulated layouts, the best first, to those that were evaluated; of `begin`, those of one stage for each worker count."""
         starts = dict.fromkeys(self._plain(layout) for layout in begin if layout.has_estimate and layout.num_stages in self._sizes)
-        moves = Moves(self.evaluator.problem, (ORDER,), self.least_s)
+        moves = Moves(self.evaluator.estimator, (ORDER,), self.least_s)
         rng = random.Random(3)
-        num_workers = max((start.num_stages for start in starts), default=1)
-        effort = self.effort * min(_USUAL_MICROBATCHES / (self.evaluator.problem.num_microbatches * num_workers), 1.0)
-        with stopping.part(share=1 / 3):
-            for start in heapq.nsmallest(_NUM_ANNEALED, starts, key=self._rank):
-                self._anneal(start, moves, rng, round(_NUM_STEPS * self.effort))
+        effort = self._simulating_effort(max((start.num_stages for start in starts), default=1))
+        with stopping.part(share=self._annealing_share):
+            for start in heapq.nsmallest(self._num_annealed, starts, key=self._rank):
+                self._anneal(start, moves, rng, round(self._num_steps * self.effort))
         tried: set[object] = set()
         with stopping.part(share=1 / 2):
             for layout in self._different([*starts, *self._least], max(round(_NUM_SIMULATED * effort), 2)):
@@ -83,9 +86,9 @@ class OwnTimeSearch:
         if estimator.missing_bytes(layout) > 0:
             return math.inf
         again, num_microbatches = estimator.recomputed(layout), problem.num_microbatches
-        longest_s = head_s = 0.0
+        longest_s, heads_s = 0.0, estimator.heads_s(layout)
         links: dict[str, tuple[float, float]] = {}  # When each link begins, and its seconds for each microbatch.
-        for stage, group in enumerate(layout.workers):
+        for stage, (group, head_s) in enumerate(zip(layout.workers, heads_s, strict=True)):
             forward_s, backward_s, sum_s = estimator.stage(group, layout.cuts[stage], layout.cuts[stage + 1])
             weight_grads_s = num_microbatches * _WEIGHT_SHARE * backward_s
             backward_s += forward_s if stage in again else 0.0  # not times a truth value: it may be infinite
@@ -93,13 +96,14 @@ class OwnTimeSearch:
             if stage + 1 == layout.num_stages:
                 break
             num_bytes, behind = float(problem.crossing_bytes[layout.cuts[stage + 1]]), layout.workers[stage + 1]
-            forth = estimator.channel(group, behind)
-            for channel in (forth, estimator.channel(behind, group)):
+            for channel in (estimator.channel(group, behind), estimator.channel(behind, group)):
                 for link, s_per_byte in channel.loads:
                     begins_s, busy_s = links.get(link, (head_s + forward_s, 0.0))
                     links[link] = (begins_s, busy_s + num_bytes * s_per_byte)
-            head_s += forward_s + forth.latency_s + num_bytes * forth.s_per_byte
         return max([longest_s, *(begins_s + num_microbatches * busy_s for begins_s, busy_s in links.values())])
+
+    def _simulating_effort(self, num_workers: int) -> float:
+        return self.effort * min(_USUAL_MICROBATCHES / (self.evaluator.problem.num_microbatches * num_workers), 1.0)
 
     @property
     def _sizes(self) -> range:

@@ -16,7 +16,8 @@ ORDERS = (zero_bubble_auto.SPEC.name,)
 _ROOMS = (None, 3, 2)
 """Activations that a worker may hold, over the number of workers: slow messages take more; `None` for all microbatches."""
 _MOST_IN_EACH_ROOM = 128  # Microbatches of all workers: an order of more takes long to search for, and the first room that fits is enough.
-_ORDER_WORK_S = 0.2e-3, 4e-6  # Of the search for an order, for each microbatch of each worker, and for each pair of these.
+_ORDER_WORK_S = 0.2e-3, 4e-6  # Of the search for an order, for each microbatch of each worker, and for each pair of these;
+_MOST_ORDER_WORK_S = 2e-3  # but no more than so many for each one.
 
 
 def with_own_times(evaluator: LayoutEvaluator, evaluation: Evaluation | None) -> Evaluation | None:
@@ -37,7 +38,7 @@ def simulated(evaluator: LayoutEvaluator, layout: Layout) -> Evaluation | None:
     for held in dict.fromkeys(num_microbatches if room is None else min(room * len(own.workers), num_microbatches) for room in _ROOMS):
         if best is not None and not best.missing_bytes and size > _MOST_IN_EACH_ROOM:
             break
-        stopping.spend(_ORDER_WORK_S[0] * size + _ORDER_WORK_S[1] * size**2)
+        stopping.spend(size * min(_ORDER_WORK_S[0] + _ORDER_WORK_S[1] * size, _MOST_ORDER_WORK_S))
         best = better(best, evaluator.simulate(replace(own, max_in_flight=held)))
     return best
 

@@ -7,9 +7,10 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial, reduce
 from itertools import chain, islice, zip_longest
+from typing import NamedTuple
 
 from raypipe import stopping
-from raypipe.planning import branches, chunks, layer_order
+from raypipe.planning import branches, chunks, hidden_sums, layer_order, own_times
 from raypipe.planning.branch_groups import likeness
 from raypipe.planning.branch_placement import Layers
 from raypipe.planning.device_order import canonical
@@ -20,12 +21,14 @@ from raypipe.planning.late import with_hidden_transfers
 from raypipe.planning.layout import Layout
 from raypipe.planning.levels import node_pipelines
 from raypipe.planning.own_time_search import OwnTimeSearch, most_workers
+from raypipe.planning.own_times import ORDERS as ORDERS_BY_TIMES
 from raypipe.planning.own_times import with_own_times
 from raypipe.planning.partition import MOST_UNITS
 from raypipe.planning.planners import AUTO, best_of_all, quick_evaluator, starts
 from raypipe.planning.problem import Devices, Problem
 from raypipe.planning.ramp_cuts import ramped
 from raypipe.planning.search import LayoutSearch, SearchBudget
+from raypipe.planning.split_order_search import SplitOrderSearch
 from raypipe.schedule_registry import overlaps
 from raypipe.schedules.families import branch_aware
 from raypipe.stopping import SearchStopped
@@ -43,18 +46,28 @@ _NUM_RAMPED = 16  # Layouts of an order with split backwards whose later workers
 _NUM_CLIMBED = 3  # Kinds of orders with several stages or pipelines whose cuts are improved.
 _LEAST_STEPS = 3  # Of the search for forwards ahead, however small the budget.
 _SLACK = 1.05  # Error of the rank of schedules with a split backward.
-# Shares of the work that is left: of consecutive layers, and of that of the plans of others, of one stage a worker with whole backwards,
-# of other orders of one stage and, in each, of cuts for the ramp; of several stages or pipelines; of branches.
+# Shares of the work that is left: of consecutive layers, and of that of the plans of others, and of cuts for the ramp in each order of one
+# stage a worker; of several stages or pipelines; of branches.
 _LISTS_SHARE = 0.75
 _OTHERS_SHARE = 0.2
-_WHOLE_SHARE = 0.5
-_ONE_STAGE_SHARE = 0.6
 _RAMPED_SHARE = 0.5
 _OWN_TIMES_SHARE = 0.4
-_HIDDEN_SUMS_SHARE = 0.4
+_SPLIT_ORDERS_SHARE = 0.8
 _SEVERAL_SHARE = 0.6
 _BRANCHES_SHARE = 0.8
 _NEAR = 1.25  # Times the best layout within which layouts of other kinds are improved, where simulations take long.
+
+
+class _Shares(NamedTuple):
+    """Shares of the work that is left: of one stage a worker with whole backwards; of other orders of one stage; of divided stages."""
+
+    whole: float
+    one_stage: float
+    hidden_sums: float
+
+
+_USUAL, _MANY_WORKERS = _Shares(0.5, 0.6, 0.4), _Shares(0.25, 0.8, 0.6)
+"""Pipelines of many workers fill slowly, so that split backwards are seldom behind. Beyond `_MOST_RAMPED` devices the start takes most."""
 
 
 def searched(evaluator: LayoutEvaluator, schedule: str, budget: SearchBudget) -> Evaluation | None:
@@ -158,6 +171,7 @@ class _Search:
         """Return the best layouts whose stages are consecutive in the list."""
         evaluator, schedule, budget = self.evaluator, self.schedule, self.budget
         few = evaluator.problem.num_devices <= MOST_UNITS
+        shares = _MANY_WORKERS if _MOST_DIVIDED < evaluator.problem.num_devices <= _MOST_RAMPED else _USUAL
         # Other schedules hold more or fewer activations: which forwards run again is left open.
         begin: list[Layout] = []
         with stopping.part(share=_OTHERS_SHARE):
@@ -167,7 +181,7 @@ class _Search:
         single = ("1f1b", "list") if several or overlapping else (schedule,)
         search = LayoutSearch(evaluator, single, budget, begin)
         best: Evaluation | None = None
-        with stopping.part(share=_WHOLE_SHARE if several or overlapping else 1.0):
+        with stopping.part(share=shares.whole if several or overlapping else 1.0):
             best = search.run()
         if not several and not overlapping:
             return _Found(best)
@@ -175,9 +189,9 @@ class _Search:
         one_each = (tuple((device,) for group in top.workers for device in group) for top in tops)
         workers = list(dict.fromkeys([*one_each, *(top.workers for top in tops)]))
         others: Evaluation | None = None
-        with stopping.part(share=_ONE_STAGE_SHARE if several or overlapping else 1.0):
+        with stopping.part(share=shares.one_stage if several or overlapping else 1.0):
             others = self._of_one_stage(search, best) if schedule == AUTO else None
-        with stopping.part(share=_HIDDEN_SUMS_SHARE):
+        with stopping.part(share=shares.hidden_sums):
             others = better(others, self._of_hidden_sums(search, best, others) if schedule == AUTO else None)
         # More pipelines have more sums, which late updates may hide: each number is compared with its transfers hidden.
         best_of: dict[tuple[str, int], Evaluation | None] = {}
@@ -210,10 +224,14 @@ class _Search:
         begin = [each.layout for each in found if each is not None]
         begin += search.best_layouts(max(self.budget.num_simulations // 20, 1))
         limit_s = math.inf if best is None or best.missing_bytes else best.loss_s
-        # Where estimates take long, the layouts found are divided, and no others.
-        few = self.evaluator.problem.num_devices <= _MOST_DIVIDED
-        effort = self.budget.num_simulations / SearchBudget.num_simulations if few else 0.0
-        return HiddenSumSearch(self.evaluator, effort, limit_s=limit_s).best(begin)
+        if self.evaluator.problem.num_devices <= _MOST_DIVIDED:
+            effort = self.budget.num_simulations / SearchBudget.num_simulations
+            return HiddenSumSearch(self.evaluator, effort, limit_s=limit_s).best(begin)
+        # Where estimates take long, the best layout found is divided in its order, and no other.
+        if best is None or not best.layout.has_estimate:
+            return None
+        order = best.layout.order if best.layout.order in hidden_sums.ORDERS else _SPLIT_ORDERS[-1]
+        return HiddenSumSearch(self.evaluator, 0.0, limit_s=limit_s, orders=(order,)).best([best.layout])
 
     def _of_one_stage(self, search: LayoutSearch, certain: Evaluation | None) -> Evaluation | None:
         """Return the best layout in other orders of one stage for each worker."""
@@ -221,28 +239,33 @@ class _Search:
         # With few simulations, only the orders that are fastest if memory allows them.
         orders = ONE_STAGE_ORDERS if num_simulations >= _MANY_SIMULATIONS else _SPLIT_ORDERS
         of_orders: list[list[Evaluation]] = [[] for _ in orders]
-        # Where the best layout has more workers, a search with fewer would only take time from those orders that can have as many.
+        # Orders of more workers take long to search for: there, layouts are searched for that suit known orders.
         problem, num_workers = self.evaluator.problem, 0 if certain is None else len(certain.layout.workers)
         of_own_times = problem.num_devices <= _MOST_RAMPED and num_workers <= most_workers(problem)
-        with stopping.part(share=1 - _OWN_TIMES_SHARE if of_own_times else 1.0):
+        own = (OwnTimeSearch if of_own_times else SplitOrderSearch)(self.evaluator, num_simulations / SearchBudget.num_simulations)
+        with stopping.part(share=1 - (_OWN_TIMES_SHARE if of_own_times else _SPLIT_ORDERS_SHARE)):
             for number, order in enumerate(orders):
                 with stopping.part(share=1 / (len(orders) - number)):
                     known = [each.layout for each in sorted(chain.from_iterable(of_orders), key=lambda each: each.rank)]
                     self._of_order(search, order, of_orders[number], known[:_NUM_KNOWN])
         evaluated = list(chain.from_iterable(of_orders))
-        if of_own_times:
-            with stopping.part():
-                self._of_own_times(search, certain, evaluated)
+        with stopping.part():
+            self._of_own_times(search, own, certain, evaluated)
         return reduce(better, evaluated, None)
 
-    def _of_own_times(self, search: LayoutSearch, certain: Evaluation | None, evaluated: list[Evaluation]) -> None:
+    def _of_own_times(
+        self, search: LayoutSearch, own_search: OwnTimeSearch, certain: Evaluation | None, evaluated: list[Evaluation]
+    ) -> None:
         """Add layouts in orders that are searched for by their times, and in `zb-h1` with forwards ahead."""
         begin = [each.layout for each in (*([] if certain is None else [certain]), *evaluated)]
         begin += search.split_layouts(max(self.budget.num_simulations // 8, 2))
         own: list[Evaluation] = []
         with stopping.part(share=1 - _OWN_TIMES_SHARE):
-            OwnTimeSearch(self.evaluator, self.budget.num_simulations / SearchBudget.num_simulations).run(begin, own)
+            own_search.run(begin, own)
         evaluated += own
+        if own and own[0].layout.order not in ORDERS_BY_TIMES:
+            in_own_order = own_times.simulated(self.evaluator, Layout(own[0].layout.cuts, own[0].layout.workers))
+            evaluated += [] if in_own_order is None else [in_own_order]
         # Where sums share ports with messages, forwards ahead of a known order are often better than the order searched for.
         for each in (certain, *own[:1]):
             if each is not None and each.layout.has_estimate and each.layout.num_stages > 1:

@@ -99,7 +99,7 @@ class LayoutSearch:
     _splits: dict[Layout, float] = field(default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
-        self.moves = Moves(self.evaluator.problem, self.schedules, self.estimate_s)
+        self.moves = Moves(self.evaluator.estimator, self.schedules, self.estimate_s)
 
     def run(self) -> Evaluation | None:
         """Return the best layout; `None` where there is none. One that lacks memory is returned only if all do."""
