@@ -23,7 +23,7 @@ from raypipe.planning.moves import Moves
 from raypipe.planning.problem import Problem
 
 ORDER = own_times.ORDERS[0]
-_MOST_MICROBATCHES = 1024  # Of all workers: an order of more takes long to search for.
+_MOST_MICROBATCHES = 512  # Of all workers: an order of more takes long to search for.
 _USUAL_MICROBATCHES = 128  # Of all workers: with more, fewer layouts are tried.
 _NUM_SIMULATED = 12
 _NUM_IMPROVED = 24  # Layouts that are simulated around the best ones.
