@@ -10,6 +10,7 @@ from raypipe.artifacts.profile import LayerProfile, ModelProfile
 from raypipe.artifacts.topology import ClusterTopology, Device, Link, Node, NodeLink
 from raypipe.planning.ahead import with_forwards_ahead
 from raypipe.planning.evaluator import LayoutEvaluator
+from raypipe.planning.hidden_sums import Division
 from raypipe.planning.layout import Layout
 from raypipe.planning.merged import MergedEvaluator, can_merge
 from raypipe.planning.planners import PLANNERS, best_of_all, best_proposal
@@ -80,6 +81,59 @@ def test_messages_and_sums_of_all_devices_take_about_as_long_as_those_of_one(ord
     assert whole is not None
     assert merged is not None
     assert merged.update_s == pytest.approx(whole.update_s, rel=error)
+
+
+@pytest.mark.parametrize(("order", "error"), [("1f1b", 0.05), ("zb-h1", 0.05), ("zb-h2", 0.05)])
+def test_long_sums_run_beside_what_other_workers_compute(order: str, error: float) -> None:
+    # The second worker is done first, and its sum, over the same kind of links, takes as long as four microbatches.
+    problem = alike(parameter_bytes=1_500_000_000)
+    (first, second), layers = LAYOUT.workers, problem.profile.layers
+    profile = replace(problem.profile, layers=tuple(replace(layer, parameter_bytes=1000) for layer in layers[:8]) + layers[8:])
+    problem = replace(problem, profile=profile, num_microbatches=4)
+    layout = Layout((0, 8, 12), (first, second), order)
+    whole, merged = LayoutEvaluator(problem).simulate(layout), MergedEvaluator(problem).simulate(layout)
+    assert whole is not None
+    assert merged is not None
+    sum_s = MergedEvaluator(problem).estimator.stage(second, 8, 12).sum_s
+    assert sum_s > 0.1 * whole.update_s
+    assert merged.update_s == pytest.approx(whole.update_s, rel=error)
+
+
+@pytest.mark.parametrize(("late", "gain"), [(4, 1.0), (16, 1.08)])
+def test_sums_of_a_divided_worker_come_one_after_the_other_behind_its_parts(late: int, gain: float) -> None:
+    problem = alike(parameter_bytes=1_600_000_000)
+    layout = Division("zb-h2", 4, late).of(problem, LAYOUT)
+    plain, whole, merged = (
+        evaluator.simulate(each)
+        for evaluator, each in (
+            (LayoutEvaluator(problem), replace(LAYOUT, order="zb-h2")),
+            (LayoutEvaluator(problem), layout),
+            (MergedEvaluator(problem), layout),
+        )
+    )
+    assert plain is not None
+    assert whole is not None
+    assert merged is not None
+    assert whole.update_s < plain.update_s / gain
+    assert merged.update_s == pytest.approx(whole.update_s, rel=0.01)
+
+
+def test_memory_counts_for_each_device_with_its_own_rows() -> None:
+    """A fast device with much memory has most rows; the others have as little memory as their rows need."""
+    problem = alike(parameter_bytes=20_000_000)
+    names = ("a/0", "a/1", "a/2", "a/3")
+    speeds, limits = (3.0, 1.0, 1.0, 1.0), (6 * GB, 2 * GB, 2 * GB, 2 * GB)
+    devices = tuple(Device(name, "gpu", limit, speed) for name, limit, speed in zip(names, limits, speeds, strict=True))
+    node = replace(problem.topology.nodes[0], devices=devices)
+    problem = replace(problem, topology=replace(problem.topology, nodes=(node, problem.topology.nodes[1])), recompute=False)
+    layout = replace(LAYOUT, order="gpipe")
+    assert problem.rows((0, 1, 2, 3)) == (5, 1, 1, 1)
+    whole, merged = LayoutEvaluator(problem).simulate(layout), MergedEvaluator(problem).simulate(layout)
+    assert whole is not None
+    assert merged is not None
+    peaks = whole.timing.peak_memory_bytes
+    assert peaks[0] > 2 * GB > peaks[1]
+    assert whole.missing_bytes == merged.missing_bytes == 0
 
 
 @pytest.mark.parametrize("order", ["1f1b", "zb-h2"])

@@ -15,6 +15,7 @@ from raypipe.artifacts.topology import ClusterTopology, Device, Link, Node, Node
 from raypipe.errors import PlanError, UnknownNameError
 from raypipe.planning.evaluator import Evaluation, LayoutEvaluator
 from raypipe.planning.layout import Layout
+from raypipe.planning.merged import MergedEvaluator
 from raypipe.planning.plan import plan_problem
 from raypipe.planning.plan_bound import plan_bound
 from raypipe.planning.planners import PLANNERS
@@ -194,7 +195,7 @@ def test_few_ways_to_divide_rows_are_all_tried_and_of_many_some() -> None:
 # Forwards that are run again
 
 
-def of_memory(memory_bytes: int, *, num_devices: int = 3, num_layers: int = 6) -> Problem:
+def of_memory(memory_bytes: int | None, *, num_devices: int = 3, num_layers: int = 6) -> Problem:
     """Layers that save ten times what their weights take."""
     profile = ModelProfile.uniform(num_layers, output_bytes=10, saved_bytes=500, parameter_bytes=50, microbatch_size=8)
     return Problem(profile, ClusterTopology.uniform(num_devices, bandwidth_bytes_per_s=1000.0, memory_bytes=memory_bytes), 8, 8)
@@ -215,6 +216,26 @@ def test_a_layer_that_is_moved_may_end_that_a_forward_runs_again() -> None:
     found = climbed(evaluator, begin, most_steps=1)
     assert found is not None
     assert (found.layout.cuts, found.layout.recomputed, found.missing_bytes) == ((0, 2, 4), (), 0)
+
+
+@pytest.mark.parametrize("make", [LayoutEvaluator, MergedEvaluator])
+def test_only_workers_that_lack_memory_run_forwards_again(make: type[LayoutEvaluator]) -> None:
+    # Zero-bubble orders hold twice the activations that estimates count.
+    problem = of_memory(None, num_devices=6, num_layers=6)
+    layout = Layout((0, 3, 5, 6), ((0, 1), (2, 3), (4, 5)), "zb-h2")
+    free = make(problem).simulate(layout)
+    assert free is not None
+    peaks = sorted(free.timing.peak_memory_bytes)
+    assert peaks[0] < peaks[-1]
+    limit = peaks[-1] - 1
+    nodes = tuple(
+        replace(node, devices=tuple(replace(device, memory_bytes=limit) for device in node.devices)) for node in problem.topology.nodes
+    )
+    found = make(replace(problem, topology=replace(problem.topology, nodes=nodes))).simulate(layout)
+    assert found is not None
+    assert found.missing_bytes == 0
+    assert found.layout.recomputed
+    assert len(found.layout.recomputed) < 3
 
 
 def test_frozen_weights_need_no_memory_but_their_own() -> None:

@@ -12,10 +12,14 @@ from dataclasses import replace
 import pytest
 
 from raypipe import stopping
+from raypipe.artifacts.profile import ModelProfile
+from raypipe.artifacts.topology import ClusterTopology, Device, Link, Node
 from raypipe.planning import moves, schedule_search
 from raypipe.planning.evaluator import Evaluation, LayoutEvaluator
 from raypipe.planning.layout import Layout
+from raypipe.planning.moves import Moves
 from raypipe.planning.plan_bound import plan_bound
+from raypipe.planning.problem import Problem
 from raypipe.planning.search import LayoutSearch, SearchBudget
 from raypipe.planning.solve import solve
 from tests.marks import slow_unless
@@ -84,9 +88,9 @@ def test_more_devices_than_usual_get_fewer_looks_each() -> None:
     assert many.num_simulations < SearchBudget().num_simulations
 
 
-@pytest.mark.parametrize("seed", range(4))
-def test_whatever_is_changed_a_layout_stays_a_plan(seed: int) -> None:
-    problem = random_problem(seed, num_devices=6, num_layers=7)
+@pytest.mark.parametrize(("seed", "num_devices"), [(0, 6), (1, 6), (2, 6), (3, 6), (4, 10), (5, 12)])
+def test_whatever_is_changed_a_layout_stays_a_plan(seed: int, num_devices: int) -> None:
+    problem = random_problem(seed, num_devices=num_devices, num_layers=7)
     searching = LayoutSearch(LayoutEvaluator(problem))
     rng = random.Random(seed)
     layout = next(iter(searching.starts()))
@@ -107,6 +111,31 @@ def test_whatever_is_changed_a_layout_stays_a_plan(seed: int) -> None:
         assert all(first < end for first, end in itertools.pairwise(layout.cuts))
     assert len(kinds) > 5
     assert len(moves._CHANGES) == len(moves._WEIGHTS)
+
+
+def test_the_busiest_worker_gets_an_idle_device_with_a_good_link() -> None:
+    profile = ModelProfile.uniform(8, forward_s=0.1, backward_s=0.2, output_bytes=1000, parameter_bytes=50_000_000, microbatch_size=16)
+    # Two islands of six devices each, with quick links within and slow ones between them.
+    nodes = tuple(Node(name=f"n{at}", devices=(Device(f"n{at}/0", "gpu"),)) for at in range(12))
+    pairs = itertools.combinations(range(12), 2)
+    links = tuple(
+        Link(source=f"n{one}", target=f"n{other}", bandwidth_bytes_per_s=10e9 if one // 6 == other // 6 else 0.1e9, latency_s=1e-5)
+        for one, other in pairs
+    )
+    problem = Problem(profile, ClusterTopology(name="islands", nodes=nodes, links=links), 8, 16)
+    evaluator = LayoutEvaluator(problem)
+    moves = Moves(evaluator.estimator, ("1f1b",), evaluator.estimator.estimate_s)
+    busy = Layout((0, 6, 8), ((0, 1), (6, 7)))
+    ends_s = evaluator.estimator.ends_s(busy)
+    assert ends_s[0] > 2 * ends_s[1]
+    rng = random.Random(0)
+    relieved = [layout for layout in (moves._relieve(busy, rng) for _ in range(200)) if layout is not None]
+    larger = [layout for layout in relieved if len(layout.workers[0]) == 3]
+    assert len(larger) > len(relieved) / 2
+    # Of the idle devices, those of the worker's own island come first.
+    near = [layout for layout in larger if set(layout.workers[0]) <= set(range(6))]
+    assert len(near) > len(larger) / 2
+    assert all(max(evaluator.estimator.ends_s(layout)) < max(ends_s) for layout in near)
 
 
 def test_a_change_leaves_open_which_forwards_run_again() -> None:
