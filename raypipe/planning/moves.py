@@ -1,6 +1,6 @@
 """Random changes of layouts, for local search.
 
-Among many workers, chance seldom finds the device that helps the busiest one and has good links to its ring: there, one change in three is
+Among many workers, chance seldom finds the device that helps the busiest one and has good links to its ring: there, every second change is
 made on purpose (`Moves._relieve`).
 """
 
@@ -18,7 +18,7 @@ from raypipe.planning.layout import Layout
 from raypipe.planning.problem import Devices, Problem
 
 _MOST_BY_CHANCE = 8  # Devices up to which chance finds what helps.
-_ON_PURPOSE = 0.35  # Share of the changes with more devices.
+_ON_PURPOSE = 0.5  # Share of the changes with more devices.
 _GIVEN_BACK = 0.3  # Share of the devices for which the worker that gives one gets another.
 _NEXT_DEVICES = 4.0  # Rank of the device that is given, by its links, in the mean.
 
@@ -58,22 +58,27 @@ class Moves:
         if not devices.size:
             return None
         ring = list(layout.workers[target])
+        given_back = self._worst(ring, rng) if len(ring) > 1 and rng.random() < _GIVEN_BACK else None
+        ring = [member for member in ring if member != given_back]
         there = self.problem.bandwidth[np.array(ring)]
         back = self.problem.bandwidth[:, np.array(ring[1:] + ring[:1])]
         # Each device stands best where the slower of its links to both neighbors is the quickest.
         links = np.minimum(there[:, devices], back[devices].T)
         ranked = np.argsort(-links.max(axis=0), kind="stable")
         chosen = int(ranked[min(int(rng.expovariate(1 / _NEXT_DEVICES)), len(ranked) - 1)])
-        device, behind = int(devices[chosen]), int(links[:, chosen].argmax()) + 1
-        giver = next((worker for worker in giving if device in layout.workers[worker]), None)
-        workers = [[other for other in group if other != device] for group in layout.workers]
-        if giver is not None and len(ring) > 1 and rng.random() < _GIVEN_BACK:
-            weakest = min(ring, key=self.problem.powers.__getitem__)
-            workers[giver].append(weakest)
-            behind -= ring.index(weakest) < behind
-            workers[target].remove(weakest)
-        workers[target].insert(behind, device)
+        device = int(devices[chosen])
+        ring.insert(int(links[:, chosen].argmax()) + 1, device)
+        left_behind = [] if given_back is None else [given_back]
+        workers = [list(itertools.chain(*(left_behind if other == device else [other] for other in group))) for group in layout.workers]
+        workers[target] = ring
         return replace(layout, workers=_groups(workers)) if all(map(self.problem.rows, workers)) else None
+
+    def _worst(self, ring: Sequence[int], rng: random.Random) -> int:
+        """Return the member of a ring with the least power, or at its slowest link."""
+        if rng.random() < 1 / 2:
+            return min(ring, key=self.problem.powers.__getitem__)
+        hops = zip(ring, [*ring[1:], ring[0]], strict=True)
+        return rng.choice(min(hops, key=lambda hop: float(self.problem.bandwidth[hop[0], hop[1]])))
 
     def _idle(self, layout: Layout) -> list[int]:
         used = {device for group in layout.workers for device in group}

@@ -41,7 +41,6 @@ _NUM_BRANCHED = 4  # Most workers on which branches are placed, each in many way
 _MANY_SIMULATIONS = 100  # With fewer, some orders stand for all.
 _MOST_RAMPED = 256  # Most devices for which cuts for the ramp, and orders by own times, are worth their time.
 _MOST_DIVIDED = 64  # Most devices for which a search for divided stages is worth its time.
-_NUM_KNOWN = 4  # Layouts of the orders before with which the next one begins.
 _NUM_RAMPED = 16  # Layouts of an order with split backwards whose later workers get less work.
 _NUM_CLIMBED = 3  # Kinds of orders with several stages or pipelines whose cuts are improved.
 _LEAST_STEPS = 3  # Of the search for forwards ahead, however small the budget.
@@ -246,8 +245,7 @@ class _Search:
         with stopping.part(share=1 - (_OWN_TIMES_SHARE if of_own_times else _SPLIT_ORDERS_SHARE)):
             for number, order in enumerate(orders):
                 with stopping.part(share=1 / (len(orders) - number)):
-                    known = [each.layout for each in sorted(chain.from_iterable(of_orders), key=lambda each: each.rank)]
-                    self._of_order(search, order, of_orders[number], known[:_NUM_KNOWN])
+                    self._of_order(search, order, of_orders[number])
         evaluated = list(chain.from_iterable(of_orders))
         with stopping.part():
             self._of_own_times(search, own, certain, evaluated)
@@ -273,15 +271,15 @@ class _Search:
                 known = with_hidden_transfers(self.evaluator, self.evaluator.simulate(plain), most_steps=_LEAST_STEPS)
                 evaluated += [] if known is None else [known]
 
-    def _of_order(self, search: LayoutSearch, order: str, evaluated: list[Evaluation], known: Sequence[Layout]) -> None:
-        """Add layouts of one order to those that were evaluated, the best of which are improved; `known` are the best of other orders."""
+    def _of_order(self, search: LayoutSearch, order: str, evaluated: list[Evaluation]) -> None:
+        """Add layouts of one order to those that were evaluated, the best of which are improved."""
         num_tops = max(self.budget.num_simulations // 8, 1)
         is_split = order in _SPLIT_ORDERS
-        tops = [*known, *search.best_layouts(num_tops)]
+        tops = search.best_layouts(num_tops)
         if is_split:
             tops += search.split_layouts(max(num_tops, 2))
             tops += node_pipelines(self.evaluator.estimator, orders=(order,), divide=False)
-        self._evaluate(dict.fromkeys(replace(top, order=order, max_in_flight=None, recomputed=None) for top in tops), evaluated)
+        self._evaluate((replace(top, order=order, max_in_flight=None) for top in dict.fromkeys(tops)), evaluated)
         is_ramped = is_split and self.evaluator.problem.num_devices <= _MOST_RAMPED
         evaluated.sort(key=lambda one: one.rank)
         if is_ramped:
