@@ -152,9 +152,7 @@ class CollectiveOrder:
     against it and the window has a reader of the new version.
     """
 
-    def __init__(
-        self, schedule: Schedule, devices: Sequence[Sequence[int]], late_rows: Collection[int] = (), *, fewest: int = 2
-    ) -> None:
+    def __init__(self, schedule: Schedule, devices: Sequence[Sequence[int]], late_rows: Collection[int] = (), *, fewest: int = 2) -> None:
         self.schedule = schedule
         self.devices = devices
         self._fewest = fewest
