@@ -18,6 +18,7 @@ from raypipe.planning.own_time_search import ORDER, OwnTimeSearch, most_workers
 from raypipe.planning.problem import Problem
 from raypipe.planning.search import SearchBudget
 from raypipe.planning.solve import solve
+from raypipe.planning.split_order_search import SplitOrderSearch
 from tests.planning.instances import random_problem
 
 
@@ -77,7 +78,7 @@ def test_with_messages_as_long_as_forwards_no_known_order_of_one_stage_is_as_fas
 
 
 @pytest.mark.parametrize(("num_microbatches", "searches"), [(16, True), (512, False)])
-def test_where_the_best_layout_has_more_workers_no_work_is_taken_from_other_orders(
+def test_where_the_best_layout_has_more_workers_layouts_for_known_orders_are_searched_for(
     monkeypatch: pytest.MonkeyPatch, num_microbatches: int, searches: bool
 ) -> None:
     problem = replace(slow_links(), num_microbatches=num_microbatches)
@@ -90,7 +91,8 @@ def test_where_the_best_layout_has_more_workers_no_work_is_taken_from_other_orde
     monkeypatch.setattr(OwnTimeSearch, "run", begin)
     found = solve(LayoutEvaluator(problem), budget=SearchBudget(num_estimates=500, num_simulations=24, work_s=3.0))
     assert (len(found.layout.workers) <= most_workers(problem)) == searches
-    assert bool(begun) == searches
+    assert begun
+    assert [isinstance(search, SplitOrderSearch) for search in begun] == [not searches] * len(begun)
 
 
 @pytest.mark.parametrize("memory", [700_000_000, 10_000_000_000])
