@@ -145,7 +145,7 @@ class CollectiveOrder:
     in needs no turn. Norms of tied stages come behind all that starts before that U: earlier they would hold up sums of other stages until
     the tie's sum has ended, and these may be awaited first. So each worker has, for each update: sums of replicas, sums of ties, norms.
 
-    Collectives of less than `fewest` devices are left out.
+    Collectives of fewer than `fewest` devices are left out.
 
     The last bucket of a stage of `late_rows` is two sums. That of the rows that the next reader of the weights looks up is awaited by U,
     that of the others starts right behind it, and is awaited by the U of the next update. So it is where `late_rows_refusal` has no reason

@@ -141,8 +141,8 @@ class Estimator:
             fixed_forward, fixed_input_grad, fixed_weight_grad = (fixed[:, end] - fixed[:, first]).tolist()
             forward_s = max(forward_s, factor.seconds(forward, fixed_forward))
             backward_s = max(backward_s, factor.seconds(input_grad + weight_grad, fixed_input_grad + fixed_weight_grad))
-        num_bytes = float(problem.summed_prefix[end] - problem.summed_prefix[first])
-        late_s = problem.late_sums.late_of(first, end, float(problem.sum_s(group, num_bytes)), backward_s) if len(group) > 1 else 0.0
+        sum_s = problem.layers_sum_s(group, first, end)
+        late_s = problem.late_sums.late_of(first, end, sum_s, backward_s) if len(group) > 1 else 0.0
         overhead_s = problem.overheads_s
         return StageSeconds(forward_s + overhead_s[0], backward_s + overhead_s[1], late_s)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import chain, repeat
+from itertools import chain, pairwise, repeat
 
 from raypipe import stopping
 from raypipe.artifacts.plan import Plan, Predicted, Replica
@@ -55,7 +55,8 @@ class Evaluation:
     @property
     def lacking_stages(self) -> set[int]:
         """Stages of the workers that lack memory."""
-        of_programs = chain(*map(repeat, self.lacking_bytes, self._programs_per_worker))
+        num_programs = [1 if self._is_merged else len(group) for group in self.layout.workers]
+        of_programs = chain(*map(repeat, self.lacking_bytes, num_programs))
         lacking = (computes for computes, num_bytes in zip(self.timing.order.computes, of_programs, strict=True) if num_bytes)
         return {op.stage for computes in lacking for slot in computes for op in slot.ops}
 
@@ -83,12 +84,11 @@ class Evaluation:
     def devices_per_program(self) -> list[int]:
         """How many devices each simulated program stands for: all of a worker's where workers were simulated as one device."""
         sizes = list(map(len, self.layout.workers))
-        return sizes if len(self.timing.order.devices) == len(sizes) else [1] * sum(sizes)
+        return sizes if self._is_merged else [1] * sum(sizes)
 
     @property
-    def _programs_per_worker(self) -> list[int]:
-        sizes = list(map(len, self.layout.workers))
-        return [1] * len(sizes) if len(self.timing.order.devices) == len(sizes) else sizes
+    def _is_merged(self) -> bool:
+        return len(self.timing.order.devices) == len(self.layout.workers)
 
     @property
     def peak_memory_bytes(self) -> tuple[int, ...]:
@@ -101,7 +101,6 @@ class Evaluation:
         return self.missing_bytes, self.loss_s
 
 
-_MOST_AGAIN = 3  # Times that further stages are recomputed: where these run changes, so does what others hold.
 OnEvaluated = Callable[[Evaluation], None]  # Called with every layout that is simulated.
 
 
@@ -160,14 +159,8 @@ class LayoutEvaluator:
             evaluation = better(evaluation, self.simulate_exactly(replace(evaluation.layout, late=0)))
         if evaluation is None or not evaluation.missing_bytes or layout.recomputed is not None or not self.problem.recompute:
             return evaluation
-        for _ in range(_MOST_AGAIN):
-            once = evaluation.layout.recomputed or ()
-            again = tuple(sorted({*once, *evaluation.lacking_stages}))
-            found = None if again == once else self.simulate_exactly(replace(evaluation.layout, recomputed=again))
-            if found is None or found.rank >= evaluation.rank:
-                break
-            evaluation = found
-        return evaluation
+        again = tuple(sorted({*(evaluation.layout.recomputed or ()), *evaluation.lacking_stages}))
+        return better(evaluation, self.simulate_exactly(replace(evaluation.layout, recomputed=again)))
 
     def simulate_at_last(self, layout: Layout) -> Evaluation | None:
         """Simulate a layout though the search has ended."""
@@ -247,13 +240,16 @@ class LayoutEvaluator:
     def _lacking_of(self, layout: Layout, worker: int, peak: float) -> float:
         """Return the bytes that any device of a worker lacks, given what one with the most rows holds: activations are as the rows."""
         demands = self.problem.demands(layout.workers[worker])
-        if layout.worker_cuts is None or overlaps(layout.order):
-            return max(0.0, peak - min(limit for _, limit in demands))
+        least = min(limit for _, limit in demands)
+        if len(demands) == 1 or peak <= least or layout.worker_cuts is None or overlaps(layout.order):
+            return max(0.0, peak - least)
         first, end = layout.worker_cuts[worker : worker + 2]
+        of_worker = [cut for cut in layout.cuts if first <= cut <= end]
+        # Weights, gradients and the vector of a sum do not depend on the rows.
+        vector = max(self.estimator.vector_bytes(*ends) for ends in pairwise(of_worker))
+        fixed = min(float(self.problem.standing_prefix[end] - self.problem.standing_prefix[first]) + vector, peak)
         largest = max(share for share, _ in demands)
-        standing = float(self.problem.standing_prefix[end] - self.problem.standing_prefix[first])
-        summed = standing + (self.estimator.vector_bytes(first, end) if len(demands) > 1 else 0.0)
-        return max(0.0, *(max(standing + (peak - standing) * share / largest, min(summed, peak)) - limit for share, limit in demands))
+        return max(0.0, *(fixed + (peak - fixed) * share / largest - limit for share, limit in demands))
 
     def plan(self, evaluation: Evaluation, *, planner: str, lower_bound_s: float, lower_bound_reason: str | None = None) -> Plan:
         """Return the plan of a simulated layout, with what is known of all plans."""
@@ -297,7 +293,7 @@ class LayoutEvaluator:
             return None
         timing = evaluation.timing
         times = self.problem.num_microbatches / timing.order.microbatches_per_update
-        # Without updates, which happen once, and stand for the rest of their sum where workers are one device.
+        # Without updates, which happen once, not once for each microbatch.
         of_programs = (
             sum(end_s - start_s for slot, start_s, end_s in zip(*program, strict=True) if not slot.ops[0].kind.per_update)
             for program in zip(timing.order.computes, timing.starts, timing.ends, strict=True)

@@ -1,7 +1,7 @@
 """Evaluation of workers of many devices as if each were one device.
 
 The devices of a worker do the same on their rows, so one that is held up most stands for all: its seconds, its memory, the messages of
-all of them as one, and their sums, one after the other. Such a simulation takes as long as one of single devices, and
+all of them as one, and its sums, which follow one another. Such a simulation takes as long as one of single devices, and
 layouts whose rows are divided otherwise share its schedule. Only the best layouts are simulated device by device.
 """
 
@@ -114,16 +114,16 @@ class MergedEvaluator(LayoutEvaluator):
     def _late_s(
         self, layout: Layout, order: CompiledOrder, stages: Mapping[tuple[int, int], StageCost]
     ) -> Callable[[int, Collective], float]:
-        """Return what returns by how many seconds a sum of a worker ends behind the Op that completes its gradients, B or W."""
+        """Return a function for the seconds by which a worker's sum ends behind the Op that completes its gradients, B or W."""
         problem = self.problem
         split = {op.stage for _, slot, _ in order.classes for op in slot.ops if op.kind is OpKind.WEIGHT_GRADIENT}
 
         def late_s(worker: int, collective: Collective) -> float:
             group, stage = layout.workers[worker], collective.stage
-            if len(group) == 1:
-                return 0.0
+            if len(group) == 1 or 0 < collective.part < collective.num_parts:
+                return 0.0  # The last part of a sum stands for all.
             first, end = layout.cuts[stage : stage + 2]
-            sum_s = float(problem.sum_s(group, float(problem.summed_prefix[end] - problem.summed_prefix[first])))
+            sum_s = problem.layers_sum_s(group, first, end)
             cost = stages[worker, stage]
             return problem.late_sums.late_of(first, end, sum_s, cost.weight_grad_s if stage in split else cost.backward_s)
 

@@ -13,13 +13,15 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from raypipe import stopping
 from raypipe.planning.estimator import Estimator
 from raypipe.planning.layout import Layout
 from raypipe.planning.problem import Devices, Problem
 
 _MOST_BY_CHANCE = 8  # Devices up to which chance finds what helps.
 _ON_PURPOSE = 0.5  # Share of the changes with more devices.
-_GIVEN_BACK = 0.3  # Share of the devices for which the worker that gives one gets another.
+_GIVEN_BACK = 0.3  # Share of these changes in which the worker gives up one of its own.
+_WORKER_WORK_S = 10e-6  # Of such a change, for each worker.
 _NEXT_DEVICES = 4.0  # Rank of the device that is given, by its links, in the mean.
 
 
@@ -49,6 +51,7 @@ class Moves:
 
     def _relieve(self, layout: Layout, rng: random.Random) -> Layout | None:
         """Give one of the busiest workers a device with good links to its ring, an idle one or one of a worker that is done early."""
+        stopping.spend(_WORKER_WORK_S * len(layout.workers))
         ends_s = self.estimator.ends_s(layout)
         busiest = sorted(range(len(ends_s)), key=lambda worker: -ends_s[worker])
         target = busiest[min(int(rng.expovariate(1.0)), len(busiest) - 1)]

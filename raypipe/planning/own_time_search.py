@@ -31,7 +31,7 @@ _TEMPERATURE = 0.1
 _POOL = 4
 _SLACK = 1.03
 _STAGE_WORK_S = 30e-6
-_WEIGHT_SHARE = 0.5  # About the part of a backward that computes the gradients of weights.
+WEIGHT_SHARE = 0.5  # About the part of a backward that computes the gradients of weights.
 
 
 def most_workers(problem: Problem) -> int:
@@ -90,7 +90,7 @@ class OwnTimeSearch:
         links: dict[str, tuple[float, float]] = {}  # When each link begins, and its seconds for each microbatch.
         for stage, (group, head_s) in enumerate(zip(layout.workers, heads_s, strict=True)):
             forward_s, backward_s, sum_s = estimator.stage(group, layout.cuts[stage], layout.cuts[stage + 1])
-            weight_grads_s = num_microbatches * _WEIGHT_SHARE * backward_s
+            weight_grads_s = num_microbatches * WEIGHT_SHARE * backward_s
             backward_s += forward_s if stage in again else 0.0  # not times a truth value: it may be infinite
             longest_s = max(longest_s, head_s + num_microbatches * (forward_s + backward_s) + self._behind_s(sum_s, weight_grads_s))
             if stage + 1 == layout.num_stages:

@@ -61,8 +61,7 @@ def timed(evaluator: LayoutEvaluator, layout: Layout) -> Layout:
         queues_s.append(max(channel.s_per_byte * scaled for channel in channels))
     sums_s: tuple[float, ...] = ()
     if layout.has_copies and layout.has_estimate:
-        summed = (float(problem.summed_prefix[end] - problem.summed_prefix[first]) for first, end in itertools.pairwise(layout.cuts))
-        alone = [float(problem.sum_s(group, of_stage)) for group, of_stage in zip(layout.workers, summed, strict=True)]
+        alone = [problem.layers_sum_s(group, *ends) for group, ends in zip(layout.workers, itertools.pairwise(layout.cuts), strict=True)]
         ends = zip(itertools.pairwise(layout.cuts), alone, times, strict=True)
         sums_s = tuple(
             problem.late_sums.late_of(first, end, sum_s, of_stage.weight_grad_s) if sum_s else 0.0 for (first, end), sum_s, of_stage in ends

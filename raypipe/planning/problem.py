@@ -448,6 +448,10 @@ class Problem:
             best_s = np.minimum(best_s, time.latency_s + num_bytes * time.s_per_byte)
         return np.where(usual_s > LEAST_GAIN * best_s, best_s, usual_s)
 
+    def layers_sum_s(self, group: Devices, first: int, end: int) -> float:
+        """Return the seconds in which a worker's devices sum the gradients of the layers first..end-1 alone."""
+        return float(self.sum_s(group, float(self.summed_prefix[end] - self.summed_prefix[first])))
+
     @cached_property
     def _all_joined(self) -> bool:
         return bool(self.joined.all())

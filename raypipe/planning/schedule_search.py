@@ -41,6 +41,7 @@ _NUM_BRANCHED = 4  # Most workers on which branches are placed, each in many way
 _MANY_SIMULATIONS = 100  # With fewer, some orders stand for all.
 _MOST_RAMPED = 256  # Most devices for which cuts for the ramp, and orders by own times, are worth their time.
 _MOST_DIVIDED = 64  # Most devices for which a search for divided stages is worth its time.
+_MOST_IN_OWN_ORDER = 4_096  # Microbatches of all workers for which the order of one layout is worth its time.
 _NUM_RAMPED = 16  # Layouts of an order with split backwards whose later workers get less work.
 _NUM_CLIMBED = 3  # Kinds of orders with several stages or pipelines whose cuts are improved.
 _LEAST_STEPS = 3  # Of the search for forwards ahead, however small the budget.
@@ -261,15 +262,19 @@ class _Search:
         with stopping.part(share=1 - _OWN_TIMES_SHARE):
             own_search.run(begin, own)
         evaluated += own
-        if own and own[0].layout.order not in ORDERS_BY_TIMES:
-            in_own_order = own_times.simulated(self.evaluator, Layout(own[0].layout.cuts, own[0].layout.workers))
-            evaluated += [] if in_own_order is None else [in_own_order]
         # Where sums share ports with messages, forwards ahead of a known order are often better than the order searched for.
         for each in (certain, *own[:1]):
             if each is not None and each.layout.has_estimate and each.layout.num_stages > 1:
                 plain = Layout(each.layout.cuts, each.layout.workers, _SPLIT_ORDERS[0])
                 known = with_hidden_transfers(self.evaluator, self.evaluator.simulate(plain), most_steps=_LEAST_STEPS)
                 evaluated += [] if known is None else [known]
+        # Of many workers, the best layout alone gets an order of its own.
+        best = min(own, key=lambda each: each.rank, default=None)
+        if best is None or best.layout.order in ORDERS_BY_TIMES:
+            return
+        if len(best.layout.workers) * self.evaluator.problem.num_microbatches <= _MOST_IN_OWN_ORDER:
+            in_own_order = own_times.simulated(self.evaluator, Layout(best.layout.cuts, best.layout.workers))
+            evaluated += [] if in_own_order is None else [in_own_order]
 
     def _of_order(self, search: LayoutSearch, order: str, evaluated: list[Evaluation]) -> None:
         """Add layouts of one order to those that were evaluated, the best of which are improved."""

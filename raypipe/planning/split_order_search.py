@@ -7,6 +7,7 @@ are simulated, and the best ones improved.
 
 from __future__ import annotations
 
+import heapq
 import itertools
 import math
 import random
@@ -17,7 +18,7 @@ from typing import ClassVar, NamedTuple
 from raypipe.planning.evaluator import Evaluation, better
 from raypipe.planning.layout import Layout
 from raypipe.planning.moves import Moves
-from raypipe.planning.own_time_search import OwnTimeSearch
+from raypipe.planning.own_time_search import WEIGHT_SHARE, OwnTimeSearch
 from raypipe.planning.problem import Devices
 
 ORDERS = ("zb-h2", "zb-h1")
@@ -25,7 +26,6 @@ _SIMULATED = 12.0  # Times the simulations where each one needs an order of its 
 _TEMPERATURE = 0.01
 _TO_THE_BEST = 200  # Steps after which annealing goes on from the best layout.
 _MILESTONE = 0.995  # Least part of the seconds of the layout kept before, for another one to be kept.
-_WEIGHT_SHARE = 0.5  # About the part of a backward that computes the gradients of weights.
 
 
 class _Hop(NamedTuple):
@@ -69,7 +69,7 @@ class SplitOrderSearch(OwnTimeSearch):
             end_s = max(end_s, departed_s + num_microbatches * hop.forth_s + behind_s[number + 1])
         for number in reversed(range(len(stages))):
             forward_s, backward_s, sum_s = stages[number]
-            input_grad_s = (1 - _WEIGHT_SHARE) * backward_s
+            input_grad_s = (1 - WEIGHT_SHARE) * backward_s
             if number < len(hops):
                 hop = hops[number]
                 end_s = max(end_s + hop.latency_s + hop.back_s, heads_s[number] + forward_s + num_microbatches * hop.back_s)
@@ -101,6 +101,8 @@ class SplitOrderSearch(OwnTimeSearch):
             if best_s < _MILESTONE * kept_s:
                 self._milestones.append(best)
                 kept_s = best_s
+            if step % _TO_THE_BEST == _TO_THE_BEST - 1:
+                current, current_s = best, best_s
             changed = moves.changed(current, rng)
             if changed is None:
                 continue
@@ -109,10 +111,9 @@ class SplitOrderSearch(OwnTimeSearch):
                 current, current_s = changed, changed_s
                 if current_s < best_s:
                     best, best_s = current, current_s
-            elif step % _TO_THE_BEST == _TO_THE_BEST - 1:
-                current, current_s = best, best_s
 
     def _different(self, layouts: Iterable[Layout], count: int) -> list[Layout]:
-        """Return the latest layouts that annealing has passed, after the best ones."""
-        best = sorted(dict.fromkeys(layouts), key=self._rank)[: count // 4]
+        """Return the layouts with the least estimates, and those at which annealing gained something."""
+        fitting = (layout for layout in dict.fromkeys(layouts) if self.least_s(layout) < math.inf)
+        best = heapq.nsmallest(count // 4, fitting, key=self._rank)
         return [*dict.fromkeys((*best, *sorted(self._milestones, key=self._rank)))][:count]

@@ -82,7 +82,7 @@ class EventLoop:
         self.sequence = 0
         self.network = OrderTransfers.of(order, cost, self._push_flow, self.free_s)
         self.merged_free_s = [0.0] * num_programs
-        """By program, when its last collective ends in which it takes part alone."""
+        """By program, the end of its latest collective with one member."""
 
     def _push(self, time_s: float, program: int, epoch: int = 0) -> None:
         self.sequence += 1

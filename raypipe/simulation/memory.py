@@ -135,7 +135,7 @@ class _GradientBytes:
             self.late.add((collective.stage, collective.update))
             return 0, 0
         if len(collective.devices) == 1:
-            return 0, 0  # Of a device that stands for several, Ops need the vector, too.
+            return 0, 0  # Where one device stands for a worker, what its Ops need has the vector in it.
         # Gradients are copied into one vector, which takes their place.
         for_a_moment = self.gradient_bytes[collective.stage] // collective.num_parts if collective.kind is CollectiveKind.GRADIENTS else 0
         return for_a_moment, self.weight_bytes[collective.stage] if collective.kind is CollectiveKind.WEIGHTS else 0

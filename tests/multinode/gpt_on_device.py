@@ -48,6 +48,7 @@ class OnDevice(nn.Module):
 def gpt_on_device(*, row_s: float, **options: Any) -> Model:
     """Return `raypipe.models.gpt.gpt`, of which each layer waits so many seconds for a row; options as there, but no ties."""
     model = gpt(**options)
+    assert not model.ties, "tied weights have other names in layers that wait"
     return replace(model, layers=tuple(_on_device(layer, row_s) for layer in model.layers))
 
 

@@ -15,6 +15,7 @@ from raypipe.planning.layout import Layout
 from raypipe.planning.merged import MergedEvaluator, can_merge
 from raypipe.planning.planners import PLANNERS, best_of_all, best_proposal
 from raypipe.planning.problem import Problem
+from raypipe.schedules.collectives import Collective, CollectiveKind
 from tests.planning.instances import random_problem
 
 GB = 1_000_000_000
@@ -134,6 +135,42 @@ def test_memory_counts_for_each_device_with_its_own_rows() -> None:
     peaks = whole.timing.peak_memory_bytes
     assert peaks[0] > 2 * GB > peaks[1]
     assert whole.missing_bytes == merged.missing_bytes == 0
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_of_divided_workers_with_unequal_rows_no_device_lacks_memory_unseen(seed: int) -> None:
+    """The vector of a sum, and what weight gradients at the end hold, count for devices with few rows, too."""
+    problem = random_problem(seed, num_devices=6, num_layers=8, num_microbatches=6, speeds=(1.0, 0.5, 0.3))
+    layout = Division("zb-h2", 2, 3).of(problem, Layout((0, 4, 8), ((0, 1, 2), (3, 4, 5))))
+    free = LayoutEvaluator(problem).simulate(layout)
+    assert free is not None
+    peaks = free.timing.peak_memory_bytes
+    rows = [problem.rows(group) for group in layout.workers]
+    assert any(of_worker is not None and len(set(of_worker)) > 1 for of_worker in rows)
+    devices = [device for group in layout.workers for device in group]
+    for number, device in enumerate(devices):
+        # One device has a little less than it needs, all others have plenty.
+        limits = dict.fromkeys(devices, 2 * max(peaks)) | {device: peaks[number] * 97 // 100}
+        nodes = tuple(
+            replace(node, devices=(replace(node.devices[0], memory_bytes=limits[at]),)) for at, node in enumerate(problem.topology.nodes)
+        )
+        limited = replace(problem, topology=replace(problem.topology, nodes=nodes), recompute=False)
+        whole, merged = LayoutEvaluator(limited).simulate(layout), MergedEvaluator(limited).simulate(layout)
+        assert whole is not None
+        assert merged is not None
+        assert whole.missing_bytes > 0
+        assert merged.missing_bytes > 0
+
+
+def test_the_last_part_of_a_sum_stands_for_all() -> None:
+    problem = alike(parameter_bytes=800_000_000)
+    evaluator = MergedEvaluator(problem)
+    evaluation = evaluator.simulate(LAYOUT)
+    assert evaluation is not None
+    parts = [Collective(CollectiveKind.GRADIENTS, 0, 0, part, (0,), 4, ()) for part in range(1, 5)]
+    seconds = list(map(evaluation.timing.cost.collective_s, parts))
+    assert seconds == [0.0, 0.0, 0.0, evaluation.timing.cost.collective_s(replace(parts[0], part=0, num_parts=1))]
+    assert seconds[-1] > 0
 
 
 @pytest.mark.parametrize("order", ["1f1b", "zb-h2"])

@@ -131,8 +131,11 @@ def test_the_busiest_worker_gets_an_idle_device_with_a_good_link() -> None:
     rng = random.Random(0)
     relieved = [layout for layout in (moves._relieve(busy, rng) for _ in range(200)) if layout is not None]
     larger = [layout for layout in relieved if len(layout.workers[0]) == 3]
-    assert len(larger) > len(relieved) / 3
     assert len(larger) > 1.5 * sum(len(layout.workers[1]) == 3 for layout in relieved)
+    # Some give up one of their own, which is idle then.
+    swapped = [layout for layout in relieved if list(map(len, layout.workers)) == [2, 2]]
+    assert swapped
+    assert all(layout.workers != busy.workers for layout in swapped)
     # Of the idle devices, those of the worker's own island come first.
     near = [layout for layout in larger if set(layout.workers[0]) <= set(range(6))]
     assert len(near) > len(larger) / 2

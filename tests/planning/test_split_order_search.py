@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from dataclasses import replace
 
@@ -9,9 +10,7 @@ import pytest
 
 from raypipe.planning.evaluator import Evaluation, LayoutEvaluator
 from raypipe.planning.layout import Layout
-from raypipe.planning.own_time_search import ORDER, OwnTimeSearch, most_workers
-from raypipe.planning.search import SearchBudget
-from raypipe.planning.solve import solve
+from raypipe.planning.own_time_search import ORDER, OwnTimeSearch
 from raypipe.planning.split_order_search import ORDERS, SplitOrderSearch
 from tests.planning.instances import random_problem
 
@@ -66,9 +65,9 @@ def test_the_estimate_with_the_way_back_is_nearer_and_not_above_what_an_order_ta
         assert without.least_s(layout) <= split.least_s(layout) <= least_s * (1 + 1e-9)
 
 
-def test_plans_of_many_workers_are_searched_for_so() -> None:
-    evaluator, _ = lopsided()
-    problem = replace(evaluator.problem, num_microbatches=96)
-    assert most_workers(problem) < 8
-    found = solve(LayoutEvaluator(problem), budget=replace(SearchBudget.usual(problem), num_simulations=40, work_s=6.0))
-    assert not found.missing_bytes
+def test_layouts_that_do_not_fit_are_not_simulated() -> None:
+    evaluator, begin = lopsided()
+    search = SplitOrderSearch(evaluator)
+    unlinked = replace(begin, workers=begin.workers[::-1], order=ORDER)
+    search._least = {replace(begin, order=ORDER): 1.0, unlinked: math.inf}
+    assert search._different(search._least, 8) == [replace(begin, order=ORDER)]
