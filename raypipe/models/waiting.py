@@ -60,14 +60,18 @@ def sleep(seconds: float) -> None:
     time.sleep(seconds)
 
 
-class _WaitInBackward(torch.autograd.Function):
+class WaitInBackward(torch.autograd.Function):
+    """Passes a tensor on, and waits so many seconds before it passes the gradient back."""
+
     @staticmethod
     def forward(ctx: FunctionCtx, x: Tensor, wait_s: float) -> Tensor:
+        """Return the tensor."""
         ctx.wait_s = wait_s  # type: ignore[attr-defined]
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx: FunctionCtx, *gradients: Tensor) -> tuple[Tensor, None]:
+        """Wait, and return the gradient."""
         sleep(ctx.wait_s)  # type: ignore[attr-defined]
         return gradients[0], None
 
@@ -102,7 +106,7 @@ class Waiting(nn.Module):
         if self.num_rows:
             self.share = x.shape[0] / self.num_rows
         sleep(self.forward_s * self.share)
-        passed: Tensor = _WaitInBackward.apply(x, self.input_grad_s * self.share)  # type: ignore[no-untyped-call]
+        passed: Tensor = WaitInBackward.apply(x, self.input_grad_s * self.share)  # type: ignore[no-untyped-call]
         weight = self.weight
         if not hasattr(weight, "waits"):  # once for each tensor that holds a version of the weight
             weight.waits = weight.register_hook(self._wait)  # type: ignore[no-untyped-call, attr-defined]

@@ -27,7 +27,7 @@ _MOST_MICROBATCHES = 512  # Of all workers: an order of more takes long to searc
 _USUAL_MICROBATCHES = 128  # Of all workers: with more, fewer layouts are tried.
 _NUM_SIMULATED = 12
 _NUM_IMPROVED = 24  # Layouts that are simulated around the best ones.
-_TEMPERATURE = 0.1
+_MILESTONE = 0.995  # Least part of the seconds of the layout kept before, for another one that annealing passes to be kept.
 _POOL = 4
 _SLACK = 1.03
 _STAGE_WORK_S = 30e-6
@@ -55,7 +55,12 @@ class OwnTimeSearch:
     """Layouts from which annealing starts."""
     _num_steps: ClassVar[int] = 1_000
     """Of annealing, from each of them."""
+    _temperature: ClassVar[float] = 0.1
+    _to_the_best: ClassVar[int] = 0
+    """Steps after which annealing goes on from the best layout; 0 for never."""
     _least: dict[Layout, float] = field(default_factory=dict, repr=False)
+    _milestones: list[Layout] = field(default_factory=list, repr=False)
+    """Layouts at which annealing had gained something."""
 
     def run(self, begin: Iterable[Layout], evaluated: list[Evaluation]) -> None:
         """Add simulated layouts, the best first, to those that were evaluated; of `begin`, those of one stage for each worker count."""
@@ -137,14 +142,22 @@ class OwnTimeSearch:
         return list(chosen.values())
 
     def _anneal(self, start: Layout, moves: Moves, rng: random.Random, num_steps: int) -> None:
-        current, current_s = start, self.least_s(start)
+        current, current_s = best, best_s = start, self.least_s(start)
+        kept_s = math.inf
         for step in range(num_steps):
+            if best_s < _MILESTONE * kept_s:
+                self._milestones.append(best)
+                kept_s = best_s
+            if self._to_the_best and step % self._to_the_best == self._to_the_best - 1:
+                current, current_s = best, best_s
             changed = moves.changed(current, rng)
             if changed is None:
                 continue
             changed_s = self.least_s(changed)
-            if changed_s <= current_s * (1 + _TEMPERATURE * (1 - step / num_steps) ** 2 * rng.expovariate(1.0)):
+            if changed_s <= current_s * (1 + self._temperature * (1 - step / num_steps) ** 2 * rng.expovariate(1.0)):
                 current, current_s = changed, changed_s
+                if current_s < best_s:
+                    best, best_s = current, current_s
 
     def _simulate(self, layout: Layout, tried: set[object], evaluated: list[Evaluation]) -> None:
         tried.add(self._times(layout))

@@ -10,22 +10,17 @@ from __future__ import annotations
 import heapq
 import itertools
 import math
-import random
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import ClassVar, NamedTuple
 
 from raypipe.planning.evaluator import Evaluation, better
 from raypipe.planning.layout import Layout
-from raypipe.planning.moves import Moves
 from raypipe.planning.own_time_search import WEIGHT_SHARE, OwnTimeSearch
 from raypipe.planning.problem import Devices
 
 ORDERS = ("zb-h2", "zb-h1")
 _SIMULATED = 12.0  # Times the simulations where each one needs an order of its own.
-_TEMPERATURE = 0.01
-_TO_THE_BEST = 200  # Steps after which annealing goes on from the best layout.
-_MILESTONE = 0.995  # Least part of the seconds of the layout kept before, for another one to be kept.
 
 
 class _Hop(NamedTuple):
@@ -42,7 +37,8 @@ class SplitOrderSearch(OwnTimeSearch):
     _annealing_share: ClassVar[float] = 0.4
     _num_annealed: ClassVar[int] = 2
     _num_steps: ClassVar[int] = 8_000
-    _milestones: list[Layout] = field(default_factory=list, repr=False)
+    _temperature: ClassVar[float] = 0.01
+    _to_the_best: ClassVar[int] = 200
 
     def _simulating_effort(self, num_workers: int) -> float:
         return self.effort * _SIMULATED
@@ -93,24 +89,6 @@ class SplitOrderSearch(OwnTimeSearch):
 
     def _times(self, layout: Layout) -> object:
         return layout.cuts, layout.workers
-
-    def _anneal(self, start: Layout, moves: Moves, rng: random.Random, num_steps: int) -> None:
-        current, current_s = best, best_s = start, self.least_s(start)
-        kept_s = math.inf
-        for step in range(num_steps):
-            if best_s < _MILESTONE * kept_s:
-                self._milestones.append(best)
-                kept_s = best_s
-            if step % _TO_THE_BEST == _TO_THE_BEST - 1:
-                current, current_s = best, best_s
-            changed = moves.changed(current, rng)
-            if changed is None:
-                continue
-            changed_s = self.least_s(changed)
-            if changed_s <= current_s * (1 + _TEMPERATURE * (1 - step / num_steps) ** 2 * rng.expovariate(1.0)):
-                current, current_s = changed, changed_s
-                if current_s < best_s:
-                    best, best_s = current, current_s
 
     def _different(self, layouts: Iterable[Layout], count: int) -> list[Layout]:
         """Return the layouts with the least estimates, and those at which annealing gained something."""

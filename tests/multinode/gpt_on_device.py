@@ -7,28 +7,13 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor, nn
-from torch.autograd.function import FunctionCtx
 
 from raypipe.model import Layer, Model
 from raypipe.models.gpt import gpt
-from raypipe.models.waiting import sleep
+from raypipe.models.waiting import WaitInBackward, sleep
 
 BACKWARD_OVER_FORWARD = 2.0
-
-
-class _Wait(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: FunctionCtx, x: Tensor, row_s: float) -> Tensor:
-        ctx.wait_s = row_s * x.shape[0] * BACKWARD_OVER_FORWARD  # type: ignore[attr-defined]
-        sleep(row_s * x.shape[0])
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: FunctionCtx, *gradients: Tensor) -> tuple[Tensor, None]:
-        sleep(ctx.wait_s)  # type: ignore[attr-defined]
-        return gradients[0], None
 
 
 class OnDevice(nn.Module):
@@ -41,7 +26,10 @@ class OnDevice(nn.Module):
 
     def forward(self, *inputs: Tensor) -> Tensor:
         """Return the layer's output."""
-        output: Tensor = _Wait.apply(self.layer(*inputs), self.row_s)  # type: ignore[no-untyped-call]
+        output: Tensor = self.layer(*inputs)
+        wait_s = self.row_s * len(output)
+        sleep(wait_s)
+        output = WaitInBackward.apply(output, BACKWARD_OVER_FORWARD * wait_s)  # type: ignore[no-untyped-call]
         return output
 
 
