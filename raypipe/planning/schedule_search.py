@@ -28,14 +28,15 @@ from raypipe.planning.planners import AUTO, best_of_all, quick_evaluator, starts
 from raypipe.planning.problem import Devices, Problem
 from raypipe.planning.ramp_cuts import ramped
 from raypipe.planning.search import LayoutSearch, SearchBudget
+from raypipe.planning.split_order_search import ORDERS as SPLIT_ORDERS
 from raypipe.planning.split_order_search import SplitOrderSearch
 from raypipe.schedule_registry import overlaps
 from raypipe.schedules.families import branch_aware
 from raypipe.stopping import SearchStopped
 
 # Schedules of one stage per worker that `auto` tries besides those that the local search chooses from.
-ONE_STAGE_ORDERS = ("gpipe", "zb-h1", "zb-h2")
-_SPLIT_ORDERS = ("zb-h1", "zb-h2")
+_SPLIT_ORDERS = SPLIT_ORDERS[::-1]
+ONE_STAGE_ORDERS = ("gpipe", *_SPLIT_ORDERS)
 _MARGIN = 1.02
 _NUM_BRANCHED = 4  # Most workers on which branches are placed, each in many ways.
 _MANY_SIMULATIONS = 100  # With fewer, some orders stand for all.
@@ -221,10 +222,10 @@ class _Search:
     def _of_hidden_sums(self, search: LayoutSearch, *found: Evaluation | None) -> Evaluation | None:
         """Return the best layout whose stages are divided, so that sums hide behind weight gradients."""
         best = reduce(better, found, None)
-        begin = [each.layout for each in found if each is not None]
-        begin += search.best_layouts(max(self.budget.num_simulations // 20, 1))
         limit_s = math.inf if best is None or best.missing_bytes else best.loss_s
         if self.evaluator.problem.num_devices <= _MOST_DIVIDED:
+            begin = [each.layout for each in found if each is not None]
+            begin += search.best_layouts(max(self.budget.num_simulations // 20, 1))
             effort = self.budget.num_simulations / SearchBudget.num_simulations
             return HiddenSumSearch(self.evaluator, effort, limit_s=limit_s).best(begin)
         # Where estimates take long, the best layout found is divided in its order, and no other.

@@ -20,6 +20,7 @@ from raypipe.planning.own_time_search import WEIGHT_SHARE, OwnTimeSearch
 from raypipe.planning.problem import Devices
 
 ORDERS = ("zb-h2", "zb-h1")
+"""That which holds more activations first."""
 _SIMULATED = 12.0  # Times the simulations where each one needs an order of its own.
 
 
@@ -32,7 +33,7 @@ class _Hop(NamedTuple):
 
 @dataclass
 class SplitOrderSearch(OwnTimeSearch):
-    """Search for one problem."""
+    """Search for one problem, as `OwnTimeSearch`, in `ORDERS`."""
 
     _annealing_share: ClassVar[float] = 0.4
     _num_annealed: ClassVar[int] = 2
