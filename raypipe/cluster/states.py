@@ -55,26 +55,37 @@ def all_states(actors: StageActors) -> States:
     return by_layer(all_parts(actors))
 
 
+def lie_only_on(nodes: Collection[str], states: States) -> bool:
+    """Return whether some part lies on these nodes alone, by their ids. Small parts lie in the driver's memory, on no node."""
+    parts = [part for of_layer in states.values() for part in of_layer]
+    return bool(nodes) and any(found and found <= set(nodes) for found in _holders(parts).values())
+
+
+def _holders(parts: Sequence[Any]) -> dict[Any, set[str]]:
+    return {part: set(where.get("node_ids") or ()) for part, where in ray.experimental.get_object_locations(parts).items()}
+
+
 def within_reach(actors: StageActors, states: States, device: int, layers: Sequence[int], *, apart: Collection[frozenset[str]]) -> States:
     """Return the states of layers for a device; nodes do not fetch from each other if they are `apart`, a pair of ids each.
 
-    Where a copy lies on a node that is apart from the device's, one between them, or else one that has a copy, hands it on: Ray may choose
-    any copy.
+    Where Ray may choose a copy on a node that is apart from the device's, one between them, or else one that has a copy, hands it on.
+    Ray chooses among all nodes that have a copy by then: a node in use that is apart may have fetched one meanwhile.
     """
     node_id = actors.members[device].slot.node.node_id
     far = {next(iter(pair - {node_id})) for pair in apart if node_id in pair}
     if not far:
         return states
-    parts = [part for layer in layers for part in states[layer]]
-    holders = {part: set(where.get("node_ids") or ()) for part, where in ray.experimental.get_object_locations(parts).items()}
-    near = [member for member in actors.alive().values() if member.slot.node.node_id not in far]
+    may_fetch = not far.isdisjoint(member.slot.node.node_id for member in actors.members)
+    holders = _holders([part for layer in layers for part in states[layer]])
+    near = [member for member in actors.alive().values() if member.slot.node.node_id not in {*far, node_id}]
 
     def handed_on(part: Any) -> Any:
         """Return the part as who hands it on has it: rather one that reaches all copies than one that has a copy but not its maker."""
-        if not holders[part] & far:
+        found = holders[part]
+        if not found or node_id in found or not (may_fetch or found & far):
             return part
-        reaching = [one for one in near if not any(frozenset((one.slot.node.node_id, holder)) in apart for holder in holders[part])]
-        holding = [one for one in near if one.slot.node.node_id in holders[part]]
+        reaching = [one for one in near if not any(frozenset((one.slot.node.node_id, holder)) in apart for holder in found)]
+        holding = [one for one in near if one.slot.node.node_id in found]
         chosen = next(iter([one for one in reaching if one in holding] + reaching + holding), None)
         return part if chosen is None else chosen.handle.hand_on.remote(part)
 

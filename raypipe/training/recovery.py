@@ -17,7 +17,7 @@ from raypipe.cluster.coordinator import Coordinator
 from raypipe.cluster.discovery import end_processes, spare_slots, unreached
 from raypipe.cluster.slots import DeviceSlot, resources_per_device
 from raypipe.cluster.state_copies import StateCopies
-from raypipe.cluster.states import States
+from raypipe.cluster.states import States, lie_only_on
 from raypipe.cluster.window import WindowResult
 from raypipe.config import FailureConfig
 from raypipe.errors import FormatError, PlanError, RunError, StageRaisedError, StateLostError
@@ -300,12 +300,16 @@ class Recovery:
     def _sources(self) -> Iterator[Source]:
         """Yield the states to go on from, the newest first; of the same update that in memory.
 
-        Copies that are as new as any checkpoint need no storage, and come first. Nothing but the beginning is left to a run without
+        Copies that are as new as any checkpoint need no storage, and come first; those are left out of which parts went with a node. Nothing but the beginning is left to a run without
         checkpoints; one that has some never begins anew because they cannot be read at present.
         """
         newest = self.newest()
         saved = newest.index.update if newest is not None else 0
-        copies = [Source(copy.update, copy.states, "the copies in memory") for copy in self.copies.candidates()]
+        copies = [
+            Source(copy.update, copy.states, "the copies in memory")
+            for copy in self.copies.candidates()
+            if not lie_only_on(self._lost_nodes, copy.states)
+        ]
         yield from (copy for copy in copies if copy.update >= saved)
         if newest is None:
             yield Source(0, None, "the beginning")

@@ -14,9 +14,9 @@ from ray.exceptions import RayError
 from raypipe.cluster.slots import ClusterNode, DeviceSlot
 from raypipe.cluster.stage_actors import StageActors
 from raypipe.cluster.state_copies import StateCopies
-from raypipe.cluster.states import within_reach
+from raypipe.cluster.states import lie_only_on, within_reach
 
-HOLDERS = {"a's": {"a"}, "b's": {"b"}, "of b and c": {"b", "c"}, "small": set[str]()}
+HOLDERS = {"a's": {"a"}, "b's": {"b"}, "c's": {"c"}, "of b and c": {"b", "c"}, "small": set[str]()}
 APART = [frozenset("ab")]
 
 
@@ -44,6 +44,18 @@ def test_a_state_on_a_node_that_is_not_reached_is_handed_on_by_one_that_has_it_o
     states = {0: ["a's"], 1: ["b's", "of b and c"], 2: ["small"]}
     found = within_reach(actors("abc"), states, 0, [0, 1, 2], apart=APART)
     assert found == {0: ["a's"], 1: ["b's by c", "of b and c by c"], 2: ["small"]}
+
+
+def test_a_node_that_is_not_reached_may_fetch_a_state_meanwhile_and_is_not_asked_for_it() -> None:
+    assert within_reach(actors("abc"), {0: ["c's"]}, 0, [0], apart=APART) == {0: ["c's by c"]}
+    assert within_reach(actors("acd"), {0: ["c's"]}, 0, [0], apart=APART) == {0: ["c's"]}, "a lost node fetches nothing"
+
+
+def test_states_that_went_with_a_node_are_told_from_those_that_lie_elsewhere_too() -> None:
+    assert lie_only_on({"b"}, {0: ["a's"], 1: ["of b and c", "b's"]})
+    assert not lie_only_on({"b"}, {0: ["a's"], 1: ["of b and c"], 2: ["small"]})
+    assert lie_only_on({"b", "c"}, {1: ["of b and c"]})
+    assert not lie_only_on(set(), {1: ["b's"]})
 
 
 def test_a_state_on_a_lost_node_is_handed_on_by_one_that_has_a_copy() -> None:
