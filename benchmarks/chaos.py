@@ -27,8 +27,9 @@ for both ways, unless the last fault is not over `--calm` seconds before. With `
 that what a node that comes back computes takes nothing from the others. With `--device-ms 1` each layer
 waits a millisecond for each row in its forward, and two in its backward, as for a GPU: its node's core is idle meanwhile.
 
-For each way: goodput (updates that stayed, times the seconds of an update in the quickest 20 seconds in a row, over the seconds that
-passed), what each kind of fault took until the next new update, and the difference of the losses from those of a run without faults.
+For each way: goodput (updates that stayed over those that were possible), what each kind of fault took until the next new update, and the
+difference of the losses from those of a run without faults. Possible are as many updates as either way did in its quickest 20 seconds in a
+row before the first fault: both begin with the same plan, and what a plan without a link or a device may gain is no loss of the others.
 """
 
 from __future__ import annotations
@@ -329,7 +330,7 @@ def run_with_faults(
             end_s, last, _ = run.updates[-1]
         finally:
             run.end()
-        update_s = undisturbed_s([(at_s, update) for at_s, update, _ in run.updates])
+        struck_s = chaos.struck[0].end_s - (chaos.struck[0].lost_s or 0.0)
         figures = {
             "mode": mode,
             "core_share": arguments.core_share,
@@ -337,10 +338,10 @@ def run_with_faults(
             "faults": len(kinds),
             "updates": last - first,
             "seconds": end_s - begin_s,
-            "update_s": update_s,
-            "goodput": (last - first) * update_s / (end_s - begin_s),
-            # Behind each fault: what it would be if the run ended there.
-            "goodput_so_far": [(hit.updates - first) * update_s / (hit.end_s - begin_s) for hit in chaos.struck],
+            "update_s": undisturbed_s([(at_s, update) for at_s, update, _ in run.updates if at_s <= struck_s]),
+            # Updates of each second until the end, and until each fault was over.
+            "rate": (last - first) / (end_s - begin_s),
+            "rate_so_far": [(hit.updates - first) / (hit.end_s - begin_s) for hit in chaos.struck],
             "struck": [vars(hit) | {"said": [text.replace(f"{storage}/", "") for text in hit.said]} for hit in chaos.struck],
             # Seconds since the first of these updates; then what was said, or a window's last update and the seconds of one of its updates.
             "notices": [(round(at_s - begin_s, 2), text.replace(f"{storage}/", "")[:300]) for at_s, text in run.notices],
@@ -350,15 +351,14 @@ def run_with_faults(
 
 
 def undisturbed_s(done: list[tuple[float, int]]) -> float:
-    """The seconds of an update in the quickest stretch of `_QUICKEST_S`; `done` has pairs of a moment and the updates done by then."""
-    quickest_s = math.inf
-    for number, (begin_s, first) in enumerate(done):
-        behind = next(((at_s, update) for at_s, update in done[number:] if at_s >= begin_s + _QUICKEST_S), None)
-        if behind is not None and behind[1] > first:
-            quickest_s = min(quickest_s, (behind[0] - begin_s) / (behind[1] - first))
-    if quickest_s == math.inf:
-        raise SystemExit(f"the run did not go on for {_QUICKEST_S:g} s; use a larger --calm")
-    return quickest_s
+    """The seconds of an update in the quickest stretch of `_QUICKEST_S`, or of all; `done` has moments, and the updates by then."""
+    length_s = min(_QUICKEST_S, done[-1][0] - done[0][0])
+    stretches = (
+        (later[0] - begin_s, later[1] - first)
+        for number, (begin_s, first) in enumerate(done)
+        if (later := next((behind for behind in done[number:] if behind[0] >= begin_s + length_s), None)) is not None
+    )
+    return min(seconds / updates for seconds, updates in stretches if updates > 0)
 
 
 def calm_losses(
@@ -413,6 +413,11 @@ def main() -> None:
         num_updates = max(len(losses) for _, losses in found.values())
         calm = [] if arguments.no_losses else calm_losses(folder, tokens, num_updates=num_updates, plan=plan, arguments=arguments)[0]
     rows, document = [], []
+    possible_s = min(figures["update_s"] for figures, _ in found.values())
+    for figures, _ in found.values():
+        # Behind each fault: what it would be if the run ended there.
+        goodput_so_far = [rate * possible_s for rate in figures.pop("rate_so_far")]
+        figures |= {"possible_update_s": possible_s, "goodput": figures.pop("rate") * possible_s, "goodput_so_far": goodput_so_far}
     alike = min(len(figures["goodput_so_far"]) for figures, _ in found.values())
     for mode, (figures, losses) in found.items():
         differences = [abs(ours - theirs) for ours, theirs in zip(losses, calm, strict=False)]
