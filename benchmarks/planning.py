@@ -1,14 +1,15 @@
 """What planners make of models and networks: seconds of an update of each plan, simulated, over that of raypipe's.
 
     python benchmarks/planning.py [--models NAME ...] [--topologies NAME ...] [--microbatches 16] [--json FILE]
-    python benchmarks/planning.py --bounds-of FILE      # the same plans against the present bounds, in seconds
+    python benchmarks/planning.py --bounds-of FILE      # the same plans against the present bounds
     python benchmarks/planning.py --others-of FILE      # raypipe's plans anew; the times of all other planners are those of FILE
 
 Every plan is simulated on the true topology by the same simulator, with the model's own order where a planner brings one. *best* is
 the fastest of the other planners' plans, *best / raypipe* above 1 says that raypipe's is faster; *raypipe / bound* is how far it may be
-from the optimum of all plans. A dash: the planner proposes nothing, or nothing that fits into memory. Where a microbatch has fewer rows
-than there are devices, data parallelism gets the same rows in fewer, larger microbatches. Device memory is 16 GB for the measured models
-(V100, as they were) and 80 GB for the computed ones (A100). Random topologies are seeded.
+from the optimum of all plans, *raypipe / one run* from that of plans in which each worker has one run of layers. A dash: the planner
+proposes nothing, or nothing that fits into memory. Where a microbatch has fewer rows than there are devices, data parallelism gets the
+same rows in fewer, larger microbatches. Device memory is 16 GB for the measured models (V100, as they were) and 80 GB for the computed
+ones (A100). Random topologies are seeded.
 """
 
 from __future__ import annotations
@@ -19,7 +20,6 @@ import math
 import random
 import statistics
 import time
-from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -34,7 +34,7 @@ from raypipe.artifacts.profile import ModelProfile
 from raypipe.artifacts.topology import ClusterTopology, Device, Link, Node, NodeLink, SharedLink
 from raypipe.errors import PlanError
 from raypipe.planning.evaluator import LayoutEvaluator
-from raypipe.planning.plan_bound import plan_bound
+from raypipe.planning.plan_bound import one_run_s, plan_bound
 from raypipe.planning.planners import PLANNERS
 from raypipe.planning.problem import Problem
 from raypipe.planning.solve import solve
@@ -134,26 +134,26 @@ def compare(problem: Problem) -> dict[str, Any]:
             continue
         if planner.name == OWN:
             schedule, took_s = str(found.layout), time.process_time() - began_s
-    bound = plan_bound(problem)
     others = {name: value for name, value in times.items() if name != OWN and value is not None}
     best = min(others, key=lambda name: others[name]) if others else ""
-    return {"times": times, "plan": schedule, "planning_s": took_s, "bound_s": bound.update_s, "binding": bound.binding, "best": best}
+    return {"times": times, "plan": schedule, "planning_s": took_s, "best": best, **bounds(problem)}
+
+
+def bounds(problem: Problem) -> dict[str, Any]:
+    """What no plan beats, and what none with one run of layers a worker does, of which all but many kinds of devices are known."""
+    bound = plan_bound(problem)
+    return {"bound_s": bound.update_s, "binding": bound.binding, "one_run_s": one_run_s(problem, bound.update_s) or bound.update_s}
 
 
 def renewed(problem: Problem, known: dict[str, Any]) -> dict[str, Any]:
     """Earlier results of a case with the plan that raypipe finds now, and its bound."""
     began_s = time.process_time()
-    found, bound = solve(LayoutEvaluator(problem), name=OWN), plan_bound(problem)
+    found = solve(LayoutEvaluator(problem), name=OWN)
+    took_s = time.process_time() - began_s
     times = known["times"] | {OWN: found.update_s}
     others = {name: value for name, value in times.items() if name != OWN and value is not None}
     assert not others or found.update_s <= min(others.values()) * (1 + 1e-9), "raypipe's plan is never behind"
-    return known | {
-        "times": times,
-        "plan": str(found.layout),
-        "planning_s": time.process_time() - began_s,
-        "bound_s": bound.update_s,
-        "binding": bound.binding,
-    }
+    return known | {"times": times, "plan": str(found.layout), "planning_s": took_s, **bounds(problem)}
 
 
 def problem_of(model: ModelProfile, name: str, place: str, num_microbatches: int) -> Problem:
@@ -162,18 +162,27 @@ def problem_of(model: ModelProfile, name: str, place: str, num_microbatches: int
     return Problem(model, topology, num_microbatches, model.microbatch_size)
 
 
-def rebound(path: str, num_microbatches: int) -> None:
+def rebound(path: str, num_microbatches: int, json_path: str | None) -> None:
     """Prints how far plans of earlier results are above the bounds of today, and what binds."""
-    rows, ratios, known = [], defaultdict(list), models()
-    for found in json.loads(Path(path).read_text(encoding="utf-8"))["results"]:
-        bound = plan_bound(problem_of(known[found["model"]], found["model"], found["topology"], num_microbatches))
-        own_s = found["times"][OWN]
-        ratios[found["topology"]].append(own_s / bound.update_s)
-        rows.append({"model": found["model"], "topology": found["topology"], "raypipe / bound": f"{own_s / bound.update_s:.3f}"})
-        rows[-1] |= {"then": f"{own_s / found['bound_s']:.3f}", "binds": bound.binding}
+    rows, results, known = [], [], models()
+    for then in json.loads(Path(path).read_text(encoding="utf-8"))["results"]:
+        found = then | bounds(problem_of(known[then["model"]], then["model"], then["topology"], num_microbatches))
+        results.append(found)
+        rows.append({"model": found["model"], "topology": found["topology"], **over(found), "then": over(then)["raypipe / bound"]})
+        rows[-1] |= {"binds": found["binding"]}
     print_table("Plans over their bounds", rows)
-    for place, values in ratios.items():
-        print(f"{place}: raypipe / bound: geometric mean {statistics.geometric_mean(values):.3f}, most {max(values):.3f}")
+    for place in dict.fromkeys(found["topology"] for found in results):
+        for kind in ("bound_s", "one_run_s"):
+            values = [found["times"][OWN] / found[kind] for found in results if found["topology"] == place]
+            print(f"{place}: raypipe / {kind}: geometric mean {statistics.geometric_mean(values):.3f}, most {max(values):.3f}")
+    write_json(json_path, results)
+
+
+def over(found: dict[str, Any]) -> dict[str, str]:
+    """How far raypipe's plan is above its bounds."""
+    own_s = found["times"][OWN]
+    kinds = {"raypipe / bound": "bound_s", "raypipe / one run": "one_run_s"}
+    return {text: f"{own_s / found[kind]:.3f}" for text, kind in kinds.items() if kind in found}
 
 
 def summarise(results: list[dict[str, Any]], topologies: list[str]) -> None:
@@ -209,7 +218,7 @@ def main() -> None:
     parser.add_argument("--others-of", metavar="FILE", help="values of an earlier run, of which only raypipe's plans are made anew")
     options = parser.parse_args()
     if options.bounds_of:
-        rebound(options.bounds_of, options.microbatches)
+        rebound(options.bounds_of, options.microbatches, options.json)
         return
     earlier: dict[tuple[str, str], dict[str, Any]] = {}
     if options.others_of:
@@ -227,7 +236,7 @@ def main() -> None:
             rows.append(
                 {"model": name, "topology": place, "raypipe s": f"{own_s:.4f}", "schedule": found["plan"].split(":")[0]}
                 | {other: "-" if value is None else f"{value / own_s:.2f}" for other, value in times.items() if other != OWN}
-                | {"best / raypipe": f"{best_s / own_s:.3f}", "raypipe / bound": f"{own_s / found['bound_s']:.2f}"}
+                | {"best / raypipe": f"{best_s / own_s:.3f}", **over(found)}
                 | {"planned CPU s": f"{found['planning_s']:.1f}"}
             )
             print(", ".join(f"{key} {value}" for key, value in rows[-1].items()), flush=True)

@@ -39,6 +39,7 @@ class Predicted:
         bubble_ratio: 1 - mean busy time / longest span.
         lower_bound_s: Least seconds per update of any plan for this profile, topology and number of microbatches; None if unknown.
         lower_bound_reason: What no plan can avoid, in words, such that it takes `lower_bound_s`.
+        lower_bound_one_run_s: The same of any plan in which each worker has one run of consecutive layers; None if unknown.
     """
 
     update_s: float
@@ -47,6 +48,7 @@ class Predicted:
     peak_memory_bytes: tuple[int, ...] = ()
     lower_bound_s: float | None = None
     lower_bound_reason: str | None = None
+    lower_bound_one_run_s: float | None = None
 
     @property
     def optimality_gap(self) -> float | None:

@@ -251,13 +251,21 @@ class LayoutEvaluator:
         largest = max(share for share, _ in demands)
         return max(0.0, *(fixed + (peak - fixed) * share / largest - limit for share, limit in demands))
 
-    def plan(self, evaluation: Evaluation, *, planner: str, lower_bound_s: float, lower_bound_reason: str | None = None) -> Plan:
-        """Return the plan of a simulated layout, with what is known of all plans."""
+    def plan(
+        self,
+        evaluation: Evaluation,
+        *,
+        planner: str,
+        lower_bound_s: float,
+        lower_bound_reason: str | None = None,
+        lower_bound_one_run_s: float | None = None,
+    ) -> Plan:
+        """Return the plan of a simulated layout, with what is known of all plans, and of those with one run of layers a worker."""
         problem, layout = self.problem, evaluation.layout
         workers = layout.placement(problem)
         assert workers is not None, "a simulated layout can be divided"
         schedule = layout_schedule(problem, layout, num_updates=window_updates(problem, layout))
-        predicted = self._predicted(evaluation, lower_bound_s, lower_bound_reason)
+        predicted = self._predicted(evaluation)
         if predicted is None:
             if schedule.num_updates != len(evaluation.timing.order.updates):
                 evaluation = self.simulate_order(layout, schedule)
@@ -267,8 +275,6 @@ class LayoutEvaluator:
                 bubble_ratio=trace.bubble_ratio,
                 device_bubble_ratios=trace.device_bubble_ratios,
                 peak_memory_bytes=trace.peak_memory_bytes,
-                lower_bound_s=lower_bound_s,
-                lower_bound_reason=lower_bound_reason,
             )
         return Plan(
             name=problem.profile.name,
@@ -282,12 +288,17 @@ class LayoutEvaluator:
             schedule=schedule,
             profile=problem.profile,
             topology=problem.topology,
-            predicted=predicted,
+            predicted=replace(
+                predicted,
+                lower_bound_s=lower_bound_s,
+                lower_bound_reason=lower_bound_reason,
+                lower_bound_one_run_s=lower_bound_one_run_s,
+            ),
             profile_digest=problem.profile.digest,
             topology_digest=problem.topology.digest,
         )
 
-    def _predicted(self, evaluation: Evaluation, lower_bound_s: float, lower_bound_reason: str | None) -> Predicted | None:
+    def _predicted(self, evaluation: Evaluation) -> Predicted | None:
         """Return what is predicted of an update of which only parts were simulated; `None` where it was as a whole."""
         if evaluation.extrapolated_s is None:
             return None
@@ -305,6 +316,4 @@ class LayoutEvaluator:
             bubble_ratio=sum(ratios) / len(ratios),
             device_bubble_ratios=ratios,
             peak_memory_bytes=evaluation.peak_memory_bytes,
-            lower_bound_s=lower_bound_s,
-            lower_bound_reason=lower_bound_reason,
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 
 from raypipe.artifacts.plan import Plan
@@ -12,13 +13,13 @@ from raypipe.artifacts.topology import ClusterTopology
 from raypipe.errors import PlanError
 from raypipe.planning.evaluator import Evaluation, OnEvaluated, ignore
 from raypipe.planning.extrapolation import evaluator_of
-from raypipe.planning.plan_bound import plan_bound
+from raypipe.planning.plan_bound import one_run_s, plan_bound
 from raypipe.planning.planners import AUTO
 from raypipe.planning.problem import Problem
 from raypipe.planning.schedule_search import asynchronous_orders
 from raypipe.planning.search import SearchBudget
 from raypipe.planning.solve import best_division, solve
-from raypipe.stopping import Stop, searching
+from raypipe.stopping import SearchStopped, Stop, searching
 
 
 def plan(
@@ -108,10 +109,15 @@ def plan_problem(
 ) -> Plan:
     """Plan a problem, at least as well as the layout `known`; `stop` says when the search ends. Arguments and errors as for `plan`."""
     evaluator = evaluator_of(problem, on_evaluated=on_evaluated)
-    with searching(stop or Stop()):
+    stop = stop or Stop()
+    with searching(stop):
         best = solve(evaluator, name=name, schedule=schedule, budget=budget, known=known)
     least_s, reason = bound(problem, schedule)
-    return evaluator.plan(best, planner=name, lower_bound_s=least_s, lower_bound_reason=reason)
+    least_one_run_s = None
+    if not asynchronous_orders(problem, schedule):
+        with suppress(SearchStopped), searching(stop):
+            least_one_run_s = one_run_s(problem, least_s)
+    return evaluator.plan(best, planner=name, lower_bound_s=least_s, lower_bound_reason=reason, lower_bound_one_run_s=least_one_run_s)
 
 
 def bound(problem: Problem, schedule: str) -> tuple[float, str]:

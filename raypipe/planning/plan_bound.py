@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from raypipe.planning.lower_bounds import Block, lower_bound, ramp_s
 from raypipe.planning.port_bound import PortBound
 from raypipe.planning.problem import Devices, Floats, Problem
+from raypipe.planning.run_bound import PortRates, RunBound
 
 _MOST_BORDERS = 64
 _MOST_SHOWN = 4
@@ -90,6 +91,14 @@ def plan_bound(problem: Problem) -> PlanBound:
     )
 
 
+def one_run_s(problem: Problem, at_least_s: float) -> float | None:
+    """Return the least seconds of an update of any plan in which each worker has one run of layers, given those of any plan.
+
+    `None` for layers that are no chain, for devices that share cores, and for many devices, unless most can change places.
+    """
+    return _Bounds(problem).one_run_s(at_least_s)
+
+
 def _sizes(num_devices: int) -> Iterator[int]:
     """Yield the largest of each range of numbers of members: 2, 3 and so on at first, then ever wider ranges."""
     size = 2
@@ -124,13 +133,54 @@ class _Bounds:
         own_s = self.device_s / self.alone[:, None] * self.num_microbatches
         powers = 1 / np.maximum(own_s.sum(axis=1), 1e-300)
         powers /= powers.sum()
-        rates = []
-        for device in range(problem.num_devices):
-            alone = np.zeros(problem.num_devices, dtype=bool)
-            alone[device] = True
-            rates.append(min(self._capacity(alone, ~alone), self._capacity(~alone, alone)))
         row_s = float(self._parts[:2].sum()) / self.alone.max() / problem.microbatch_size
-        return PortBound(problem, (powers[:, None] * own_s).min(axis=0), powers, np.array(rates), row_s)
+        return PortBound(problem, (powers[:, None] * own_s).min(axis=0), powers, np.minimum(*self._port_rates), row_s)
+
+    @cached_property
+    def _port_rates(self) -> tuple[Floats, Floats]:
+        """Most bytes per second that leave each device, and that come to it."""
+        alone = np.eye(self.problem.num_devices, dtype=bool)
+        out, into = (
+            [self._capacity(*ends) for ends in pairs] for pairs in (zip(alone, ~alone, strict=True), zip(~alone, alone, strict=True))
+        )
+        return np.array(out), np.array(into)
+
+    def one_run_s(self, at_least_s: float) -> float | None:
+        """Return the bound of plans with one run of layers a worker, at least that of all."""
+        ports, problem = self._ports, self.problem
+        if ports is None or not ports.is_chain:
+            return None
+        own_s = np.diff(problem.prefix_s, axis=2)[np.array(problem.kind_of)] / self.alone[:, None, None]
+        return RunBound(problem, own_s, ports.sums, self._rates_of_members).least_s(at_least_s)
+
+    def _rates_of_members(self, members: Sequence[int]) -> PortRates:
+        chosen = list(members)
+        out, into = (rates[chosen] for rates in self._port_rates)
+        port = out
+        if self.problem.has_plain_links:
+            # Elsewhere members might share what leads out of them.
+            alone = np.eye(self.problem.num_devices, dtype=bool)[chosen]
+            outside = ~alone.any(axis=0)
+            out, into = (
+                np.array([self._plain_capacity(*ends) for ends in pairs])
+                for pairs in ([(device, outside) for device in alone], [(outside, device) for device in alone])
+            )
+        return PortRates(out, into, self._rates_within(chosen), port)
+
+    def _rates_within(self, members: list[int]) -> Floats:
+        """Return for each member the most bytes per second of one sum that leave it, as `_sum_rates`."""
+        problem = self.problem
+        links = problem.bandwidth[np.ix_(members, members)].copy()
+        np.fill_diagonal(links, 0.0)
+        nodes = problem.nodes_of[members]
+        same_node = np.equal.outer(nodes, nodes)
+        others = np.where(same_node, 0.0, links)
+        across = others.max(axis=1)
+        if self._has_links_of_devices:
+            finite = np.where(np.isfinite(others), others, 1e300)
+            across = np.maximum(across, (finite @ np.equal.outer(nodes, np.unique(nodes))).max(axis=1))
+        rates: Floats = np.where(same_node, links, 0.0).sum(axis=1) + across
+        return rates
 
     @cached_property
     def _parts(self) -> Floats:
@@ -211,6 +261,10 @@ class _Bounds:
         return rates
 
     @cached_property
+    def _has_links_of_devices(self) -> bool:
+        return all(len(starts) == len(ends) == 1 for starts, ends in self.problem.blocks)
+
+    @cached_property
     def _out_rates(self) -> tuple[Floats, Floats]:
         problem = self.problem
         linked = problem.bandwidth.copy()
@@ -218,7 +272,7 @@ class _Bounds:
         same_node = np.equal.outer(problem.nodes_of, problem.nodes_of)
         others = np.where(same_node, 0.0, linked)
         across = others.max(axis=1, initial=0.0)
-        if all(len(starts) == len(ends) == 1 for starts, ends in problem.blocks):
+        if self._has_links_of_devices:
             nodes = np.eye(len(problem.topology.nodes))[problem.nodes_of]
             finite = np.where(np.isfinite(others), others, 1e300)
             across = np.maximum(across, (finite @ nodes).max(axis=1, initial=0.0))

@@ -51,7 +51,7 @@ class PortBound:
         return float(self.prices.sum())
 
     @cached_property
-    def _sums(self) -> Floats:
+    def sums(self) -> Floats:
         """Bytes of gradients of each layer; weights that layers share may be summed with another one of them."""
         problem = self.problem
         summed = np.diff(problem.summed_prefix)
@@ -61,21 +61,22 @@ class PortBound:
         return summed
 
     @cached_property
-    def _is_chain(self) -> bool:
+    def is_chain(self) -> bool:
+        """Whether each layer reads only the one before it."""
         return set(self.problem.edges) == set(pairwise(range(self.problem.num_layers)))
 
     @cached_property
     def _crossing(self) -> Floats:
         """Bytes of an update that cross each border of layers, one way; those of one tensor at least where layers are no chain."""
         problem = self.problem
-        if self._is_chain:
+        if self.is_chain:
             return problem.crossing_bytes * problem.num_microbatches
         fewest = min((edge.bytes * problem.scale for edge in problem.profile.edges()), default=0.0)
         return np.full(problem.num_layers + 1, fewest * problem.num_microbatches)
 
     def _bytes_until(self, seconds: float) -> PortBytes:
         most = min(self.total, float(self.powers.max()) * seconds)
-        return PortBytes(self.prices, self._crossing, self._sums, most, _NUM_UNITS, self._is_chain)
+        return PortBytes(self.prices, self._crossing, self.sums, most, _NUM_UNITS, self.is_chain)
 
     def _contributions(self, bytes_of: PortBytes, table: Floats, seconds: float) -> Floats:
         """Return the most value of each device within some seconds, by [has the first layer, has the last layer, device]."""

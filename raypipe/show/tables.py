@@ -55,10 +55,17 @@ def plan_report(
         Figure("lower_bound_s", predicted.lower_bound_s, "no plan takes less than", seconds),
         Figure("lower_bound_reason", predicted.lower_bound_reason, "because" if predicted.lower_bound_s else ""),
         Figure("optimality_gap", predicted.optimality_gap, "gap", ratio),
+        Figure("lower_bound_one_run_s", predicted.lower_bound_one_run_s, _one_run_text(predicted), seconds),
         Figure("peak_memory_bytes", list(predicted.peak_memory_bytes)),
         *_late(plan, optimizer, synchronous_share),
         *([Figure("planning_s", planning_s, "planned in", seconds)] if planning_s is not None else []),
     )
+
+
+def _one_run_text(predicted: Predicted) -> str:
+    """Return what to call the bound of plans with one run of layers a worker; nothing unless it says more than that of all plans."""
+    says_more = (predicted.lower_bound_one_run_s or 0.0) > (predicted.lower_bound_s or 0.0)
+    return "with one run of layers a worker no plan takes less than" if says_more else ""
 
 
 def _late(plan: Plan, optimizer: str | None, synchronous_share: float) -> list[Figure]:

@@ -300,8 +300,9 @@ class Recovery:
     def _sources(self) -> Iterator[Source]:
         """Yield the states to go on from, the newest first; of the same update that in memory.
 
-        Copies that are as new as any checkpoint need no storage, and come first; those are left out of which parts went with a node. Nothing but the beginning is left to a run without
-        checkpoints; one that has some never begins anew because they cannot be read at present.
+        Copies that are as new as any checkpoint need no storage, and come first; those of which parts went with a node are left out.
+        Nothing but the beginning is left to a run without checkpoints; one that has some never begins anew because they cannot be read at
+        present.
         """
         newest = self.newest()
         saved = newest.index.update if newest is not None else 0

@@ -27,6 +27,7 @@ KEYS = {
         "recomputed_stages",
         "lower_bound_s",
         "lower_bound_reason",
+        "lower_bound_one_run_s",
         "optimality_gap",
         "samples_per_s",
         "bubble_ratio",
