@@ -23,6 +23,8 @@ from raypipe.planning.run_bound import PortRates, RunBound
 
 _MOST_BORDERS = 64
 _MOST_SHOWN = 4
+_MOST_MEMBERS = 8  # Most devices of a worker of which all borders between members are looked at.
+_NO_LIMIT = 1e300
 _MOST_PORTS = 64  # Most devices of which each one's port counts; of more, the links are many.
 
 
@@ -165,22 +167,32 @@ class _Bounds:
                 np.array([self._plain_capacity(*ends) for ends in pairs])
                 for pairs in ([(device, outside) for device in alone], [(outside, device) for device in alone])
             )
-        return PortRates(out, into, self._rates_within(chosen), port)
+        return PortRates(out, into, *self._sum_rates_within(chosen), port)
 
-    def _rates_within(self, members: list[int]) -> Floats:
-        """Return for each member the most bytes per second of one sum that leave it, as `_sum_rates`."""
+    def _sum_rates_within(self, members: list[int]) -> tuple[Floats, float]:
+        """Return for each member the most bytes per second of one sum that leave it, as `_sum_rates`; and the least that cross a border.
+
+        The gradients of all members on one side of a border cross it to the others, in shares or in totals.
+        """
         problem = self.problem
         links = problem.bandwidth[np.ix_(members, members)].copy()
         np.fill_diagonal(links, 0.0)
+        links = np.where(np.isfinite(links), links, _NO_LIMIT)
         nodes = problem.nodes_of[members]
         same_node = np.equal.outer(nodes, nodes)
-        others = np.where(same_node, 0.0, links)
-        across = others.max(axis=1)
-        if self._has_links_of_devices:
-            finite = np.where(np.isfinite(others), others, 1e300)
-            across = np.maximum(across, (finite @ np.equal.outer(nodes, np.unique(nodes))).max(axis=1))
-        rates: Floats = np.where(same_node, links, 0.0).sum(axis=1) + across
-        return rates
+        inside, others = np.where(same_node, links, 0.0), np.where(same_node, 0.0, links)
+        of_nodes = np.equal.outer(nodes, np.unique(nodes)).astype(float) if self._has_links_of_devices else np.zeros((len(members), 1))
+
+        def rates_to(targets: Floats) -> Floats:
+            across = np.maximum((others * targets).max(axis=1), ((others * targets) @ of_nodes).max(axis=1))
+            rates: Floats = (inside * targets).sum(axis=1) + across
+            return rates
+
+        everyone = np.ones(len(members))
+        if not 1 < len(members) <= _MOST_MEMBERS:
+            return rates_to(everyone), math.inf
+        sides = (np.array(side) for side in itertools.product((0.0, 1.0), repeat=len(members)))
+        return rates_to(everyone), min(float(rates_to(1 - side) @ side) for side in sides if 0 < side.sum() < len(members))
 
     @cached_property
     def _parts(self) -> Floats:

@@ -38,12 +38,14 @@ class PortRates(NamedTuple):
         out: To all devices that are no members.
         into: From these.
         of_sums: To other members, of one sum.
+        border: Of one sum of all members, across the narrowest border between some of them and the others.
         port: To all others.
     """
 
     out: Floats
     into: Floats
     of_sums: Floats
+    border: float
     port: Floats
 
 
@@ -199,8 +201,9 @@ class RunBound:
         before = np.flatnonzero((self._states + counts <= self._sizes).all(axis=1))
         sum_s = 0.0
         if len(members) > 1:
-            # Each number leaves each member once at least, and members send each number 2 (n - 1) times.
-            sum_s = max(_inverse(rates.of_sums.min()), 2 * (len(members) - 1) * _inverse(rates.of_sums.sum()))
+            # Each number leaves each member once at least, and crosses all borders; members send each number 2 (n - 1) times.
+            each_s, all_s = _inverse(min(rates.of_sums.min(), rates.border)), _inverse(rates.of_sums.sum())
+            sum_s = max(each_s, 2 * (len(members) - 1) * all_s)
         narrowest = int(rates.port.argmin())
         return _Worker(
             before=before,
