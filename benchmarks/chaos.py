@@ -82,7 +82,8 @@ class Struck:
         noticed_s: From the fault to the run's word about it; `None` if it said nothing.
         lost_s: From the fault to the first update that had not been done before.
         again_s: From the fault to the first update, which may have been done before.
-        end_s: When training went on, in seconds since the epoch.
+        at_s: When it struck, in seconds since the epoch.
+        end_s: When training went on, in the same.
         updates: The updates that were done by then.
     """
 
@@ -91,6 +92,7 @@ class Struck:
     noticed_s: float | None = None
     lost_s: float | None = None
     again_s: float | None = None
+    at_s: float = 0.0
     end_s: float = 0.0
     updates: int = 0
     said: list[str] = field(default_factory=list)
@@ -191,6 +193,7 @@ class Chaos:
             place = self._computing(others if kind == "crash" else [node, *range(NUM_NODES)])
         hit = Struck(kind, str(place if place is not None else others if kind in {"sever", "link"} else "-"))
         before, since_s = run.done, time.time()
+        hit.at_s = since_s
 
         def is_back() -> bool:
             told = [at for at, text in run.notices if at > since_s and ("failure" in text or "anew" in text)]
@@ -330,7 +333,6 @@ def run_with_faults(
             end_s, last, _ = run.updates[-1]
         finally:
             run.end()
-        struck_s = chaos.struck[0].end_s - (chaos.struck[0].lost_s or 0.0)
         figures = {
             "mode": mode,
             "core_share": arguments.core_share,
@@ -338,7 +340,7 @@ def run_with_faults(
             "faults": len(kinds),
             "updates": last - first,
             "seconds": end_s - begin_s,
-            "update_s": undisturbed_s([(at_s, update) for at_s, update, _ in run.updates if at_s <= struck_s]),
+            "update_s": undisturbed_s([(at_s, update) for at_s, update, _ in run.updates if at_s <= chaos.struck[0].at_s]),
             # Updates of each second until the end, and until each fault was over.
             "rate": (last - first) / (end_s - begin_s),
             "rate_so_far": [(hit.updates - first) / (hit.end_s - begin_s) for hit in chaos.struck],
@@ -352,13 +354,16 @@ def run_with_faults(
 
 def undisturbed_s(done: list[tuple[float, int]]) -> float:
     """The seconds of an update in the quickest stretch of `_QUICKEST_S`, or of all; `done` has moments, and the updates by then."""
-    length_s = min(_QUICKEST_S, done[-1][0] - done[0][0])
+    length_s = min(_QUICKEST_S, done[-1][0] - done[0][0]) if done else 0.0
     stretches = (
         (later[0] - begin_s, later[1] - first)
         for number, (begin_s, first) in enumerate(done)
-        if (later := next((behind for behind in done[number:] if behind[0] >= begin_s + length_s), None)) is not None
+        if (later := next((behind for behind in done[number:] if behind[0] - begin_s >= length_s), None)) is not None
     )
-    return min(seconds / updates for seconds, updates in stretches if updates > 0)
+    found = [seconds / updates for seconds, updates in stretches if updates > 0]
+    if not found:
+        raise SystemExit("no two updates were done before the first fault; use a larger --calm")
+    return min(found)
 
 
 def calm_losses(

@@ -6,7 +6,7 @@
 
 Every plan is simulated on the true topology by the same simulator, with the model's own order where a planner brings one. *best* is
 the fastest of the other planners' plans, *best / raypipe* above 1 says that raypipe's is faster; *raypipe / bound* is how far it may be
-from the optimum of all plans, *raypipe / one run* from that of plans in which each worker has one run of layers. A dash: the planner
+from the optimum of all plans, *raypipe / one run* from that of plans of one pipeline with one run of layers a worker. A dash: the planner
 proposes nothing, or nothing that fits into memory. Where a microbatch has fewer rows than there are devices, data parallelism gets the
 same rows in fewer, larger microbatches. Device memory is 16 GB for the measured models (V100, as they were) and 80 GB for the computed
 ones (A100). Random topologies are seeded.
@@ -140,9 +140,9 @@ def compare(problem: Problem) -> dict[str, Any]:
 
 
 def bounds(problem: Problem) -> dict[str, Any]:
-    """What no plan beats, and what none with one run of layers a worker does, of which all but many kinds of devices are known."""
+    """What no plan beats, and none of one pipeline with one run of layers a worker."""
     bound = plan_bound(problem)
-    return {"bound_s": bound.update_s, "binding": bound.binding, "one_run_s": one_run_s(problem, bound.update_s) or bound.update_s}
+    return {"bound_s": bound.update_s, "binding": bound.binding, "one_run_s": one_run_s(problem, bound.update_s)}
 
 
 def renewed(problem: Problem, known: dict[str, Any]) -> dict[str, Any]:
@@ -173,8 +173,9 @@ def rebound(path: str, num_microbatches: int, json_path: str | None) -> None:
     print_table("Plans over their bounds", rows)
     for place in dict.fromkeys(found["topology"] for found in results):
         for kind in ("bound_s", "one_run_s"):
-            values = [found["times"][OWN] / found[kind] for found in results if found["topology"] == place]
-            print(f"{place}: raypipe / {kind}: geometric mean {statistics.geometric_mean(values):.3f}, most {max(values):.3f}")
+            values = [found["times"][OWN] / found[kind] for found in results if found["topology"] == place and found[kind]]
+            mean, most = (f"{of_values(values):.3f}" if values else "-" for of_values in (statistics.geometric_mean, max))
+            print(f"{place}: raypipe / {kind}: geometric mean {mean}, most {most}, of {len(values)}")
     write_json(json_path, results)
 
 
@@ -182,7 +183,7 @@ def over(found: dict[str, Any]) -> dict[str, str]:
     """How far raypipe's plan is above its bounds."""
     own_s = found["times"][OWN]
     kinds = {"raypipe / bound": "bound_s", "raypipe / one run": "one_run_s"}
-    return {text: f"{own_s / found[kind]:.3f}" for text, kind in kinds.items() if kind in found}
+    return {text: f"{own_s / found[kind]:.3f}" for text, kind in kinds.items() if found.get(kind)}
 
 
 def summarise(results: list[dict[str, Any]], topologies: list[str]) -> None:

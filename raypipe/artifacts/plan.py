@@ -39,7 +39,7 @@ class Predicted:
         bubble_ratio: 1 - mean busy time / longest span.
         lower_bound_s: Least seconds per update of any plan for this profile, topology and number of microbatches; None if unknown.
         lower_bound_reason: What no plan can avoid, in words, such that it takes `lower_bound_s`.
-        lower_bound_one_run_s: The same of any plan in which each worker has one run of consecutive layers; None if unknown.
+        lower_bound_one_run_s: The same of plans of one pipeline in which each worker has one run of layers; None if unknown.
     """
 
     update_s: float

@@ -94,9 +94,9 @@ def plan_bound(problem: Problem) -> PlanBound:
 
 
 def one_run_s(problem: Problem, at_least_s: float) -> float | None:
-    """Return the least seconds of an update of any plan in which each worker has one run of layers, given those of any plan.
+    """Return the least seconds of an update of any plan of one pipeline with one run of layers a worker, given those of any plan.
 
-    `None` for layers that are no chain, for devices that share cores, and for many devices, unless most can change places.
+    `None` for layers that are no chain, for devices that share cores, for one device, and for many, unless most can change places.
     """
     return _Bounds(problem).one_run_s(at_least_s)
 
@@ -169,10 +169,10 @@ class _Bounds:
             )
         return PortRates(out, into, *self._sum_rates_within(chosen), port)
 
-    def _sum_rates_within(self, members: list[int]) -> tuple[Floats, float]:
-        """Return for each member the most bytes per second of one sum that leave it, as `_sum_rates`; and the least that cross a border.
+    def _sum_rates_within(self, members: list[int]) -> tuple[Floats, Floats, float]:
+        """Return the most bytes per second that leave each member for others, of one sum, as `_sum_rates`, and of several at once.
 
-        The gradients of all members on one side of a border cross it to the others, in shares or in totals.
+        And the least that cross a border between members: all gradients of those on one side cross it to the others, in shares or totals.
         """
         problem = self.problem
         links = problem.bandwidth[np.ix_(members, members)].copy()
@@ -180,19 +180,16 @@ class _Bounds:
         links = np.where(np.isfinite(links), links, _NO_LIMIT)
         nodes = problem.nodes_of[members]
         same_node = np.equal.outer(nodes, nodes)
-        inside, others = np.where(same_node, links, 0.0), np.where(same_node, 0.0, links)
-        of_nodes = np.equal.outer(nodes, np.unique(nodes)).astype(float) if self._has_links_of_devices else np.zeros((len(members), 1))
-
-        def rates_to(targets: Floats) -> Floats:
-            across = np.maximum((others * targets).max(axis=1), ((others * targets) @ of_nodes).max(axis=1))
-            rates: Floats = (inside * targets).sum(axis=1) + across
-            return rates
-
-        everyone = np.ones(len(members))
+        others = np.where(same_node, 0.0, links)
+        across = others.max(axis=1)
+        if self._has_links_of_devices:
+            across = np.maximum(across, (others @ np.equal.outer(nodes, np.unique(nodes))).max(axis=1))
+        of_sum: Floats = np.where(same_node, links, 0.0).sum(axis=1) + across
+        of_sums = np.minimum(links.sum(axis=1), self._port_rates[0][members])
         if not 1 < len(members) <= _MOST_MEMBERS:
-            return rates_to(everyone), math.inf
+            return of_sum, of_sums, math.inf
         sides = (np.array(side) for side in itertools.product((0.0, 1.0), repeat=len(members)))
-        return rates_to(everyone), min(float(rates_to(1 - side) @ side) for side in sides if 0 < side.sum() < len(members))
+        return of_sum, of_sums, min(float(side @ links @ (1 - side)) for side in sides if 0 < side.sum() < len(members))
 
     @cached_property
     def _parts(self) -> Floats:

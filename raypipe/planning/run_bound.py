@@ -1,8 +1,12 @@
-"""A bound for plans in which each worker has one run of consecutive layers: when microbatches come, and when sums can begin.
+"""A bound for plans of one pipeline in which each worker has one run of layers: when microbatches come, and when sums can begin.
 
-Its devices divide the rows of each microbatch, as under `1f1b`, `zb-h1`, `zb-h2`, `gpipe` and `list`. The first microbatch has passed all
-layers before the run when it comes. The last gradient has come from all layers behind it before any copy of the run can be summed, and
-passes all layers before it then. Meanwhile all microbatches are computed, and their tensors pass the ports of the worker.
+The devices of a worker divide the rows of each microbatch by `Problem.rows`, as under `1f1b`, `zb-h1`, `zb-h2`, `gpipe` and `list`. The
+first microbatch has passed all layers before a run when it comes. The last gradient has come from all layers behind it before any copy
+of the run can be summed, and passes all layers before it then. Meanwhile all microbatches are computed, and their tensors pass the ports
+of the worker.
+
+Members of a worker may differ, and one waits only for rows of its own. What is passed on from worker to worker is that of the member
+with the least; what ends at a member is its own.
 
 All ways to give runs to sets of devices are tried at once, by the layers and the devices that are used so far, each with the least
 seconds in which that is possible: first from the last layer on, for what is behind a run, then from the first one. The bound is the least
@@ -24,9 +28,11 @@ from raypipe import stopping
 from raypipe.planning.problem import Floats, Problem
 
 _MOST_STEPS = 1e8  # Most runs that one T may take, times ends of these.
-_WIDER = 1.2  # Of the least T that was impossible, until one is possible.
+_WIDER = 1.25  # Of the least T that was impossible, until one is possible.
 _CLOSE = 1.003
-_NEVER = 1e30  # Seconds for a byte where there is no link; none for no bytes, which infinity is not.
+_WORK_S = 1e-4  # For the runs of a worker from one layer on.
+_NEVER = 1e30  # Seconds for a byte where there is no link; finite, so that no bytes take no time.
+_EXACT = 1 + 1e-9
 
 States = NDArray[np.int_]
 
@@ -35,15 +41,17 @@ class PortRates(NamedTuple):
     """Most bytes per second of each member of a worker.
 
     Attributes:
-        out: To all devices that are no members.
-        into: From these.
-        of_sums: To other members, of one sum.
-        border: Of one sum of all members, across the narrowest border between some of them and the others.
-        port: To all others.
+        out: Those that leave it for devices outside the worker.
+        into: Those that come to it from such devices.
+        of_sum: Those that leave it for other members, of one sum.
+        of_sums: Those that leave it for other members, of several sums at once.
+        border: Those that cross the narrowest border between some members and the others.
+        port: Those that leave it in all.
     """
 
     out: Floats
     into: Floats
+    of_sum: Floats
     of_sums: Floats
     border: float
     port: Floats
@@ -54,35 +62,38 @@ class _Worker:
     """Some devices as one worker.
 
     Attributes:
-        counts: Number of its devices of each kind.
         before: The states to which its devices can be added.
         after: Those that come of it.
-        seconds: Seconds of F, I and W of a microbatch for the first layers, of the device that takes longest: [part, number of layers].
-        out_s: Seconds per byte of a tensor of which each member sends its rows, and the same of what comes, for the slowest member.
-        sum_s: Seconds per byte of gradients for a sum; 0 for one device.
-        port_s: Seconds per byte of a tensor, and of gradients, that leave the member with the narrowest port.
+        members: Its devices.
+        shares: The least part of the rows that each member has.
+        even_share: The part that some member has at least, where all are equally fast; 0 where they are not.
     """
 
     before: States
     after: States
-    seconds: Floats
-    out_s: float
-    into_s: float
-    sum_s: float
-    port_s: tuple[float, float]
+    members: list[int]
+    shares: Floats
+    even_share: float
+    rates: PortRates
+
+    @property
+    def into_s(self) -> float:
+        """Seconds per byte of a tensor until all of its rows have come to some member."""
+        return min(float(share) * _inverse(rate) for share, rate in zip(self.shares, self.rates.into, strict=True))
 
 
 class _Run(NamedTuple):
     """Layers of a worker from one on, for each end.
 
     Attributes:
-        forward_s: Of a microbatch.
-        input_grad_s: Of a microbatch.
+        forward_s: Of a microbatch, of some member.
+        input_grad_s: Of a microbatch, of some member.
         arrived_s: From the arrival of the first microbatch until all that needs no other worker is done.
-        entered_s: From the first byte of it until all gradients have come and the last one has left.
-        steps_s: From the arrival until the last microbatch has left.
-        hops_s: Of a microbatch behind the run, forth and back.
-        returned_s: Of all microbatches, forth and back, without what is behind the run.
+        entered_s: From the first byte of the first microbatch until all gradients have come, and the last one has been computed.
+        steps_s: From the arrival until the last microbatch has left some member.
+        hop_s: Of a gradient that comes back to some member.
+        passed_s: Of all microbatches, forth and back, of some member.
+        returned_s: The same of the member with the most.
         left_s: Of all gradients but one to the worker before, or of all activations from it.
         summed_s: From the last gradient that comes until all is summed; 0 without copies.
     """
@@ -92,7 +103,8 @@ class _Run(NamedTuple):
     arrived_s: Floats
     entered_s: Floats
     steps_s: Floats
-    hops_s: Floats
+    hop_s: Floats
+    passed_s: Floats
     returned_s: Floats
     left_s: float
     summed_s: Floats
@@ -104,15 +116,15 @@ class _Run(NamedTuple):
 
 
 class _Rest(NamedTuple):
-    # From an arrival until that gradient leaves, and until the last one does; and the same with the hops forth and back.
+    """From the end of a forward until its own gradient leaves the next worker, and until the last one does."""
+
     own_s: Floats
     last_s: Floats
-    own_with_hops_s: Floats
-    last_with_hops_s: Floats
 
 
 class _Start(NamedTuple):
-    # When the first microbatch has left the worker before, and has come; and what the last gradient takes from this worker on.
+    """When the first microbatch has left the worker before, when it has come, and what the last gradient takes from this worker on."""
+
     left_s: Floats
     arrival_s: Floats
     back_s: Floats
@@ -189,31 +201,27 @@ class RunBound:
     def _workers(self) -> list[_Worker]:
         return [worker for counts in self._states[1:] if (worker := self._worker(counts)) is not None]
 
-    def _worker(self, counts: States) -> _Worker | None:
+    def _worker(self, counts: States) -> _Worker | None:  # `None` for more devices than rows
         members = [device for devices, count in zip(self._kinds, counts.tolist(), strict=True) for device in devices[:count]]
-        rows = self.problem.rows(members)
-        if rows is None:
+        num_rows, count = self.problem.microbatch_size, len(members)
+        if self.problem.rows(members) is None:
             return None
-        shares = np.array(rows) / self.problem.microbatch_size
-        times = self.own_s[members] * shares[:, None, None]
-        longest = times[times.sum(axis=(1, 2)).argmax()]
-        rates = self.port_rates(members)
+        are_equal = all(np.array_equal(self.own_s[member], self.own_s[members[0]]) for member in members)
         before = np.flatnonzero((self._states + counts <= self._sizes).all(axis=1))
-        sum_s = 0.0
-        if len(members) > 1:
-            # Each number leaves each member once at least, and crosses all borders; members send each number 2 (n - 1) times.
-            each_s, all_s = _inverse(min(rates.of_sums.min(), rates.border)), _inverse(rates.of_sums.sum())
-            sum_s = max(each_s, 2 * (len(members) - 1) * all_s)
-        narrowest = int(rates.port.argmin())
         return _Worker(
             before=before,
             after=before + int((self._radix * counts).sum()),
-            seconds=np.concatenate((np.zeros((3, 1)), longest.cumsum(axis=1)), axis=1),
-            out_s=max(share * _inverse(rate) for share, rate in zip(shares.tolist(), rates.out, strict=True)),
-            into_s=max(share * _inverse(rate) for share, rate in zip(shares.tolist(), rates.into, strict=True)),
-            sum_s=sum_s,
-            port_s=(float(shares[narrowest]) * _inverse(rates.port[narrowest]), _inverse(rates.port[narrowest])),
+            members=members,
+            shares=np.array([num_rows // count if are_equal else self._fewest(members, member) for member in members]) / num_rows,
+            even_share=math.ceil(num_rows / count) / num_rows if are_equal else 0.0,
+            rates=self.port_rates(members),
         )
+
+    def _fewest(self, members: list[int], member: int) -> int:
+        """Return the rows of a member where others are first, which get those that may be either's."""
+        rows = self.problem.rows([*(other for other in members if other != member), member])
+        assert rows is not None, "there are as many rows as members"
+        return rows[-1]
 
     @cached_property
     def _bytes(self) -> Floats:
@@ -228,69 +236,71 @@ class RunBound:
 
     def _new_run(self, number: int, first: int) -> _Run:
         worker, count = self._workers[number], self.problem.num_microbatches
-        forward_s, input_grad_s, weight_grad_s = worker.seconds[:, first + 1 :] - worker.seconds[:, first, None]
+        rates, shares = worker.rates, worker.shares[:, None]
+        # By member and end.
+        whole = self.own_s[worker.members, :, first:].cumsum(axis=2)
+        forward_s, input_grad_s, weight_grad_s = (whole * shares[:, None]).transpose(1, 0, 2)
         before, behind = float(self._bytes[first]), self._bytes[first + 1 :]
-        out_s, into_s = behind * worker.out_s, behind * worker.into_s
-        sums = self.sums[first:]
-        each_s = np.minimum.accumulate(np.where(sums > 0, np.diff(worker.seconds[2, first:]), math.inf))
-        least_weight_grad_s = np.where(np.isfinite(each_s), each_s, 0.0)
-        work_s = count * (forward_s + input_grad_s + weight_grad_s)
-        # The last Op of all may be an input gradient, behind all sums.
-        arrived_s = np.maximum(work_s, work_s - input_grad_s + np.minimum.accumulate(sums) * worker.sum_s)
-        arrived_s = np.maximum(arrived_s, forward_s + count * (before + behind) * worker.out_s)
-        summed_s = np.zeros(len(sums))
-        if worker.sum_s:
-            summed_s = least_weight_grad_s + sums.cumsum() * worker.sum_s
-            arrived_s = np.maximum(arrived_s, count * (forward_s + least_weight_grad_s) + sums.cumsum() * worker.sum_s)
-            per_tensor_s, per_sum_s = worker.port_s
-            sent_s = count * (before + behind) * per_tensor_s + sums.cumsum() * per_sum_s
-            arrived_s = np.maximum(arrived_s, forward_s + sent_s)
+        out_s, into_s = (shares * np.array([[_inverse(rate)] for rate in of_members]) for of_members in (rates.out, rates.into))
+        both = count * (before + behind)
+        arrived_s = np.maximum(count * _longest(worker, whole.sum(axis=1)), (forward_s + both * out_s).max(axis=0))
+        summed_s = np.zeros_like(behind)
+        if len(worker.members) > 1:
+            sums = self.sums[first:]
+            in_all = sums.cumsum()
+            one_s, all_s, port_s = (np.array([[_inverse(rate)] for rate in each]) for each in (rates.of_sum, rates.of_sums, rates.port))
+            # Members send each number 2 (n - 1) times, and once at least across each border.
+            together_s = in_all * max(_inverse(rates.border), 2 * (len(worker.members) - 1) * _inverse(rates.of_sums.sum()))
+            least_s = np.where(sums > 0, self.own_s[worker.members, 2, first:] * shares, math.inf)
+            least_s = np.minimum.accumulate(least_s, axis=1)
+            least_s = np.where(np.isfinite(least_s), least_s, 0.0)
+            for ended_s in (
+                (count * (forward_s + input_grad_s + weight_grad_s) + np.minimum.accumulate(sums) * one_s).max(axis=0),
+                (count * (forward_s + least_s) + in_all * all_s).max(axis=0),
+                count * (_longest(worker, whole[:, 0]) + least_s.min(axis=0)) + in_all * all_s.min(),
+                (count * (forward_s + least_s)).min(axis=0) + together_s,
+                (forward_s + both * shares * port_s + in_all * port_s).max(axis=0),
+            ):
+                arrived_s = np.maximum(arrived_s, ended_s)
+            summed_s = np.maximum((least_s + in_all * all_s).max(axis=0), least_s.min(axis=0) + together_s)
         return _Run(
-            forward_s=forward_s,
-            input_grad_s=input_grad_s,
+            forward_s=forward_s.min(axis=0),
+            input_grad_s=input_grad_s.min(axis=0),
             arrived_s=arrived_s,
-            entered_s=count * (before + behind) * worker.into_s + input_grad_s,
-            steps_s=np.maximum(count * forward_s, forward_s + (count - 1) * np.maximum(out_s, into_s)),
-            hops_s=out_s + into_s,
-            returned_s=count * (forward_s + input_grad_s),
-            left_s=(count - 1) * before * max(worker.out_s, worker.into_s),
+            entered_s=(both * into_s + input_grad_s).max(axis=0),
+            steps_s=np.maximum(count * forward_s, forward_s + (count - 1) * behind * np.maximum(out_s, into_s)).min(axis=0),
+            hop_s=behind * worker.into_s,
+            passed_s=count * (forward_s + input_grad_s).min(axis=0),
+            returned_s=count * _longest(worker, whole[:, :2].sum(axis=1)),
+            left_s=(count - 1) * before * float(np.maximum(out_s, into_s).min()),
             summed_s=summed_s,
         )
 
     def _is_possible(self, seconds: float) -> bool:
+        seconds *= _EXACT
         behind = self._behind(seconds)
         num_layers, shape = self.problem.num_layers, (self.problem.num_layers + 1, len(self._states))
-        # Until the first microbatch has passed the layers so far, and until it has left their worker; and from the last gradient that
-        # comes to that worker, or leaves the next one, until it has passed these layers.
-        done, sent, back, back_sent = (np.full(shape, math.inf) for _ in range(4))
-        for table in (done, sent, back, back_sent):
-            table[0, 0] = 0.0
+        # Until the first microbatch has passed the layers so far; and from a gradient that leaves the next worker until it has passed them.
+        done, back = (np.full(shape, math.inf) for _ in range(2))
+        done[0, 0] = back[0, 0] = 0.0
         for first in range(num_layers):
-            stopping.spend()
+            stopping.spend(_WORK_S * len(self._workers))
             for number, worker in enumerate(self._workers):
                 reached = np.isfinite(done[first, worker.before])
                 if not reached.any():
                     continue
                 origins, targets = worker.before[reached], worker.after[reached]
-                so_far_s = done[first, origins]
-                start = _Start(
-                    so_far_s[:, None],
-                    np.maximum(sent[first, origins], so_far_s + self._bytes[first] * worker.into_s)[:, None],
-                    np.maximum(back_sent[first, origins], back[first, origins] + self._bytes[first] * worker.out_s)[:, None],
-                )
+                so_far_s = done[first, origins][:, None]
+                start = _Start(so_far_s, so_far_s + self._bytes[first] * worker.into_s, back[first, origins][:, None])
                 run = self._run(number, first)
                 # The times of a run need not rise with its end where layers are summed in less time than others.
                 num_ends = int(np.flatnonzero(start.arrival_s.min() + run.arrived_s <= seconds).max(initial=-1)) + 1
                 ends = slice(first + 1, first + 1 + num_ends)
                 run = run.upto(num_ends)
-                rest = _Rest(*(table[ends][:, self._others[targets]].T for table in behind))
-                fits, _, _ = _fits(run, start, rest, seconds)
-                hops = self._bytes[ends]
+                fits, _, _ = _fits(run, start, _Rest(*(table[ends][:, self._others[targets]].T for table in behind)), seconds)
                 for table, values in (
                     (done, start.arrival_s + run.forward_s),
-                    (sent, start.arrival_s + run.forward_s + hops * worker.out_s),
-                    (back, start.back_s + run.input_grad_s),
-                    (back_sent, start.back_s + run.input_grad_s + hops * worker.into_s),
+                    (back, start.back_s + run.input_grad_s + run.hop_s),
                 ):
                     table[ends, targets] = np.minimum(table[ends, targets], np.where(fits, values, math.inf).T)
         return bool(np.isfinite(done[num_layers]).any())
@@ -298,21 +308,20 @@ class RunBound:
     def _behind(self, seconds: float) -> _Rest:
         """Return what the layers from each one on take on the devices of a state, which need not all be used: [first layer, state]."""
         num_layers, shape = self.problem.num_layers, (self.problem.num_layers + 1, len(self._states))
-        tables = _Rest(*(np.full(shape, math.inf) for _ in range(4)))
+        tables = _Rest(*(np.full(shape, math.inf) for _ in range(2)))
         for table in tables:
             table[num_layers] = 0.0
         start = _Start(*(np.zeros((1, 1)) for _ in range(3)))
         for first in reversed(range(num_layers)):
-            stopping.spend()
+            stopping.spend(_WORK_S * len(self._workers))
             for number, worker in enumerate(self._workers):
                 run = self._run(number, first)
                 num_ends = int(np.flatnonzero(run.arrived_s <= seconds).max(initial=-1)) + 1
                 run = run.upto(num_ends)
                 rest = _Rest(*(table[first + 1 : first + 1 + num_ends][:, worker.before].T for table in tables))
                 fits, own_s, last_s = _fits(run, start, rest, seconds)
-                hops_s = self._bytes[first] * (worker.out_s + worker.into_s)
-                for table, values in zip(tables, (own_s, last_s, own_s + hops_s, last_s + hops_s), strict=True):
-                    least = np.where(fits, values, math.inf).min(axis=1, initial=math.inf)
+                for table, values in zip(tables, (own_s, last_s), strict=True):
+                    least = np.where(fits, values + self._bytes[first] * worker.into_s, math.inf).min(axis=1, initial=math.inf)
                     table[first, worker.after] = np.minimum(table[first, worker.after], least)
         return tables
 
@@ -333,14 +342,24 @@ class RunBound:
 
 def _fits(run: _Run, start: _Start, rest: _Rest, seconds: float) -> tuple[NDArray[np.bool_], Floats, Floats]:
     """Return which runs are possible, and from the arrival until its own gradient leaves, and until the last one does: [state, end]."""
-    trip_s = np.maximum(rest.own_s + run.hops_s, rest.own_with_hops_s)
+    trip_s = rest.own_s + run.hop_s
     # Until all gradients have come: the way of the last one, or the busiest hop's tensors and one way.
-    come_s = np.maximum(run.forward_s + np.maximum(rest.last_s + run.hops_s, rest.last_with_hops_s), run.steps_s + trip_s)
+    come_s = np.maximum(run.forward_s + rest.last_s + run.hop_s, run.steps_s + trip_s)
     own_s = run.forward_s + run.input_grad_s + trip_s
-    last_s = np.maximum(np.maximum(come_s + run.input_grad_s, run.returned_s), own_s + run.left_s)
+    last_s = np.maximum(np.maximum(come_s + run.input_grad_s, run.passed_s), own_s + run.left_s)
     fits = start.arrival_s + np.maximum(run.arrived_s, come_s + run.summed_s) <= seconds
-    fits &= np.maximum(start.arrival_s + last_s, start.left_s + run.entered_s) + start.back_s <= seconds
+    returned_s = start.arrival_s + np.maximum(last_s, run.returned_s)
+    fits &= np.maximum(returned_s, start.left_s + run.entered_s) + start.back_s <= seconds
     return fits, own_s, last_s
+
+
+def _longest(worker: _Worker, times: Floats) -> Floats:
+    """Return what the member with the most takes at least, of times of all rows: [member, end]."""
+    if worker.even_share:
+        longest: Floats = times[0] * worker.even_share
+        return longest
+    divided: Floats = 1 / (1 / np.maximum(times, 1e-300)).sum(axis=0)
+    return divided
 
 
 def _inverse(rate: float) -> float:

@@ -65,7 +65,7 @@ def plan_report(
 def _one_run_text(predicted: Predicted) -> str:
     """Return what to call the bound of plans with one run of layers a worker; nothing unless it says more than that of all plans."""
     says_more = (predicted.lower_bound_one_run_s or 0.0) > (predicted.lower_bound_s or 0.0)
-    return "with one run of layers a worker no plan takes less than" if says_more else ""
+    return "of one pipeline with one run of layers a worker none takes less than" if says_more else ""
 
 
 def _late(plan: Plan, optimizer: str | None, synchronous_share: float) -> list[Figure]:

@@ -300,19 +300,20 @@ class Recovery:
     def _sources(self) -> Iterator[Source]:
         """Yield the states to go on from, the newest first; of the same update that in memory.
 
-        Copies that are as new as any checkpoint need no storage, and come first; those of which parts went with a node are left out.
+        Copies that are as new as any checkpoint need no storage, and come first; those of which parts went with a node come last, and only
+        where there is no checkpoint.
         Nothing but the beginning is left to a run without checkpoints; one that has some never begins anew because they cannot be read at
         present.
         """
         newest = self.newest()
         saved = newest.index.update if newest is not None else 0
-        copies = [
-            Source(copy.update, copy.states, "the copies in memory")
-            for copy in self.copies.candidates()
-            if not lie_only_on(self._lost_nodes, copy.states)
-        ]
+        copies, lost = list[Source](), list[Source]()
+        for copy in self.copies.candidates():
+            of_kind = lost if lie_only_on(self._lost_nodes, copy.states) else copies
+            of_kind.append(Source(copy.update, copy.states, "the copies in memory"))
         yield from (copy for copy in copies if copy.update >= saved)
         if newest is None:
+            yield from lost  # A node that was cut off may be back by now.
             yield Source(0, None, "the beginning")
             return
         found = [copy for copy in copies if copy.update < saved]

@@ -37,22 +37,32 @@ def has_one_run(schedule: Schedule) -> bool:
 
 
 def random_chains() -> list[Problem]:
-    return [
-        random_problem(
+    """Links of one way, unlike speeds and ports, few rows and few microbatches."""
+    found: list[Problem] = []
+    for seed in range(100, 160):
+        problem = random_problem(
             seed,
             num_devices=2 + seed % 4,
             num_layers=3 + seed % 5,
-            num_microbatches=2 + seed % 11,
+            num_microbatches=1 + seed % 11,
             one_way=seed % 3 == 0,
-            speeds=(1.0,) if seed % 2 else (1.0, 3.0, 0.4),
+            speeds=((1.0,), (1.0, 3.0, 0.4), (1.0, 1.1))[seed % 3],
         )
-        for seed in range(100, 140)
-    ]
+        problem = replace(problem, microbatch_size=(12, 2, 3, 5, 7)[seed % 5])
+        if seed % 4 == 1:
+            rates = random.Random(seed).choices((3e5, 3e6, 3e4), k=problem.num_devices)
+            problem = hub(problem, tuple(rates))
+        found.append(problem)
+    return found
 
 
-@pytest.mark.parametrize("number", slow_unless(range(0, len(chains()) + 40, 3), range(len(chains()) + 40)))
+PROBLEMS = [*chains(), *random_chains()]
+NUM_PROBLEMS = len(PROBLEMS)
+
+
+@pytest.mark.parametrize("number", slow_unless(range(0, NUM_PROBLEMS, 3), range(NUM_PROBLEMS)))
 def test_no_plan_with_one_run_of_layers_a_worker_beats_the_bound(number: int) -> None:
-    problem = [*chains(), *random_chains()][number]
+    problem = PROBLEMS[number]
     least_s = one_run_s(problem, plan_bound(problem).update_s)
     if least_s is None:
         return  # Its devices share cores.

@@ -66,13 +66,15 @@ def test_of_copies_and_checkpoints_the_newest_comes_first() -> None:
     ]
 
 
-def test_copies_of_which_parts_went_with_a_node_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_copies_of_which_parts_went_with_a_node_are_tried_last(monkeypatch: pytest.MonkeyPatch) -> None:
     run = recovery(copies=[9, 8])
     monkeypatch.setattr(module, "lie_only_on", lambda nodes, states: nodes == {"n"} and states == {9: []})
     for copy in run.copies.candidates():
         cast(dict[int, Any], copy.states)[copy.update] = []
     run._lost_nodes.add("n")
-    assert [source.update for source in run._sources()] == [8, 0]
+    assert [source.update for source in run._sources()] == [8, 9, 0]
+    run.newest = lambda: checkpoint(7)
+    assert [source.update for source in run._sources()] == [8]
 
 
 def test_only_a_run_without_checkpoints_begins_anew() -> None:
