@@ -180,11 +180,7 @@ class _Bounds:
         links = np.where(np.isfinite(links), links, _NO_LIMIT)
         nodes = problem.nodes_of[members]
         same_node = np.equal.outer(nodes, nodes)
-        others = np.where(same_node, 0.0, links)
-        across = others.max(axis=1)
-        if self._has_links_of_devices:
-            across = np.maximum(across, (others @ np.equal.outer(nodes, np.unique(nodes))).max(axis=1))
-        of_sum: Floats = np.where(same_node, links, 0.0).sum(axis=1) + across
+        of_sum: Floats = np.where(same_node, links, 0.0).sum(axis=1) + self._to_one_node(np.where(same_node, 0.0, links), nodes)
         of_sums = np.minimum(links.sum(axis=1), self._port_rates[0][members])
         if not 1 < len(members) <= _MOST_MEMBERS:
             return of_sum, of_sums, math.inf
@@ -273,18 +269,21 @@ class _Bounds:
     def _has_links_of_devices(self) -> bool:
         return all(len(starts) == len(ends) == 1 for starts, ends in self.problem.blocks)
 
+    def _to_one_node(self, links: Floats, nodes: NDArray[np.int_]) -> Floats:
+        """Return the most bytes per second that leave each of some devices on these nodes for one other node."""
+        fastest: Floats = links.max(axis=1, initial=0.0)
+        if self._has_links_of_devices:
+            finite = np.where(np.isfinite(links), links, _NO_LIMIT)
+            fastest = np.maximum(fastest, (finite @ np.equal.outer(nodes, np.unique(nodes))).max(axis=1, initial=0.0))
+        return fastest
+
     @cached_property
     def _out_rates(self) -> tuple[Floats, Floats]:
         problem = self.problem
         linked = problem.bandwidth.copy()
         np.fill_diagonal(linked, 0.0)
         same_node = np.equal.outer(problem.nodes_of, problem.nodes_of)
-        others = np.where(same_node, 0.0, linked)
-        across = others.max(axis=1, initial=0.0)
-        if self._has_links_of_devices:
-            nodes = np.eye(len(problem.topology.nodes))[problem.nodes_of]
-            finite = np.where(np.isfinite(others), others, 1e300)
-            across = np.maximum(across, (finite @ nodes).max(axis=1, initial=0.0))
+        across = self._to_one_node(np.where(same_node, 0.0, linked), problem.nodes_of)
         widest = int(same_node.sum(axis=1).max())
         within = np.sort(np.where(same_node, linked, 0.0), axis=1)[:, ::-1][:, :widest]
         return within, across
