@@ -143,7 +143,13 @@ class OrderTransfers:
 
         way = (source, self._ways[source][target])
         num_bytes = self.cost.message_bytes(message)
-        self._network.submit(way, path, num_bytes, now_s, traffic=Traffic.MESSAGE, deadline=0, on_end=end)
+        self._network.submit(
+            way, path, num_bytes, now_s, traffic=Traffic.MESSAGE, deadline=0, on_end=end, not_before_s=self._behind_messages_s(path)
+        )
+
+    def _behind_messages_s(self, path: Path) -> float:
+        """Return when the messages that left while no flow was under way have passed."""
+        return max((self._free_s.get(resource, 0.0) for resource, _ in path.resources), default=0.0)
 
     def start(self, program: int, number: int, now_s: float, on_end: OnEnd) -> bool:
         """Take part in a sum; return whether it takes time on links, and so ends by `on_end`."""
@@ -176,7 +182,7 @@ class OrderTransfers:
             traffic=Traffic.SUM,
             deadline=total.deadlines.get(hop.source, 0),
             on_end=partial(self._passed, number, total, hop, on_end),
-            not_before_s=max((self._free_s.get(resource, 0.0) for resource, _ in hop.path.resources), default=0.0),
+            not_before_s=self._behind_messages_s(hop.path),
         )
 
     def _passed(self, number: int, total: _Sum, hop: _Hop, on_end: OnEnd, begun_s: float, now_s: float) -> None:

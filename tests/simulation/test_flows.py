@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -253,3 +254,22 @@ def test_parts_of_sums_are_transfers_of_the_trace() -> None:
     assert {dimension(span.item) for span in trace.by_link[0, 1]} == {Dimension.MESSAGE}
     awaited = [span for span in trace.spans if span.kind is SpanKind.COLLECTIVE]
     assert all(any(span.item == other.item and span.end_s >= other.end_s for other in trace.spans) for span in awaited)
+
+
+def test_messages_of_one_link_pass_one_by_one_while_others_sum() -> None:
+    # The gradients from stage 1 to 0 queue, as links are slower than stages; the two members of stage 2, which is done first, sum meanwhile.
+    schedule = build("gpipe", ScheduleRequest(3, 8))
+    placement = Placement((((0, 1.0),), ((1, 1.0),), ((2, 0.5), (3, 0.5))))
+    topology = ClusterTopology.uniform(4, bandwidth_bytes_per_s=10.0, latency_s=0.25)
+    names = [device.name for device in topology.devices]
+    alone = StageCost(forward_s=1.0, backward_s=1.0, weight_grad_s=0.5, parameter_bytes=300)
+    cost = Cost(
+        stages={(device, stage): alone for stage, members in enumerate(placement.workers) for device, _ in members},
+        edge_bytes={(0, 1): 40, (1, 2): 4},
+        path=lambda source, target: topology.path(names[source], names[target]),
+        devices=tuple(names),
+    )
+    trace = simulate_programs(lower(schedule, placement), cost, name="queued")
+    gradients = sorted((span.start_s, span.end_s - 0.25) for span in trace.by_link[1, 0])
+    assert len(gradients) == 8
+    assert all(later[0] == pytest.approx(earlier[1]) for earlier, later in itertools.pairwise(gradients))
