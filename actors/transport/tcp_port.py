@@ -140,14 +140,14 @@ class Port:
 def sum_peers(device: int, groups: Collection[tuple[int, ...]], patterns: Mapping[tuple[int, ...], Pattern]) -> set[int]:
     """Return the devices with which a device exchanges numbers of sums.
 
-    All other members, or those next to it in a large group, or in the tree along which the group sums.
+    All other members, or those next to it in a large group, or in the tree of a group of whom some cannot communicate.
     """
     peers: set[int] = set()
     for members in groups:
         if device not in members:
             continue
         position, count, pattern = members.index(device), len(members), patterns.get(members)
-        if pattern is not None and pattern.edges:
+        if pattern is not None and not pattern.is_meshed:
             peers.update(members[neighbor] for neighbor in pattern.neighbors[position])
         else:
             peers.update(members if count <= MOST_MESHED else (members[position - 1], members[(position + 1) % count]))

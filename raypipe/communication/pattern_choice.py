@@ -4,7 +4,8 @@ A sum's time is that of all its shares, then that of all its totals, and the lat
 busiest link decides, or the busiest member: what a member sends to others of its node goes one after the other, and so does what it
 sends to other nodes. Members of one node that do the latter use its wires in the same order, one wire at a time.
 
-Members of whom some cannot communicate, both ways, sum along the tree of their best links; where links do not join them all, not at all.
+The tree of the best links needs no bad one, over which a circle may have to close. Members of whom some cannot communicate, both ways, have
+no other way; where links do not join them all, they cannot sum at all.
 """
 
 from __future__ import annotations
@@ -167,7 +168,7 @@ def exchange(num_members: int, pattern: Pattern | None = None) -> Pattern:
 
     Where large sums of the same members have a tree as their `pattern`, because some cannot communicate, small ones go along it, too.
     """
-    if pattern is not None and pattern.edges:
+    if pattern is not None and not pattern.is_meshed:
         return pattern
     return direct(range(num_members)) if num_members <= MOST_MESHED else ring(range(num_members))
 
@@ -200,7 +201,7 @@ def joining(num_members: int, path: PathOf) -> Pattern | None:
         if not bandwidth:
             return None
         edges.append((min(neighbor, newest), max(neighbor, newest)))
-    return tree(sorted(edges))
+    return tree(sorted(edges), is_meshed=are_meshed(num_members, path))
 
 
 def are_meshed(num_members: int, path: PathOf) -> bool:
@@ -327,6 +328,8 @@ def candidates(nodes: Sequence[Hashable], path: PathOf) -> Iterator[Pattern]:
         return
     for order in _orders(list(members), path):
         yield ring(order)
+    if (of_best_links := joining(len(nodes), path)) is not None:
+        yield of_best_links
 
 
 def _are_alike(members: Sequence[int], path: PathOf) -> bool:

@@ -9,8 +9,9 @@ another tree to all. Members stand in groups, such as those of one node, and the
 A group of its own for each member makes the ring of all (Patarasuk and Yuan, JPDC 2009), or the direct exchange; groups of several are
 two levels. Heads take turns by slice.
 
-Members of whom some cannot communicate sum along one tree of links: the shares of each slice go towards the member who begins it, the
-total from it to all. Each member sends (n - 1) / n of its numbers as shares, as in a ring.
+Members may also sum along one tree of links: the shares of each slice go towards the member who begins it, the total from it to all. Each
+member sends (n - 1) / n of its numbers as shares, as in a ring. Such a tree passes by bad links, over one of which a circle may have to
+close; it is the only way where some members cannot communicate.
 
 A member adds what comes to its own numbers, first that of its group, then that of others. So the order in which a number is added depends
 on the pattern and the number's place, not on chunks or time. Ring and direct exchange of the same groups add in the same order.
@@ -84,11 +85,13 @@ class Pattern:
         groups: Members of each group, groups in the order of the circle.
         direct: Whether heads send to the one that begins, and not from group to group.
         edges: Links of the tree along which all slices go; none where groups say who sends to whom.
+        is_meshed: Whether members can communicate as any pattern may ask; if not, as the tree has them next to each other, no more.
     """
 
     groups: tuple[tuple[int, ...], ...]
     direct: bool = False
     edges: tuple[tuple[int, int], ...] = ()
+    is_meshed: bool = True
 
     def __str__(self) -> str:
         if self.edges:
@@ -210,10 +213,10 @@ def direct(order: Iterable[int]) -> Pattern:
     return replace(ring(order), direct=True)
 
 
-def tree(edges: Iterable[tuple[int, int]]) -> Pattern:
+def tree(edges: Iterable[tuple[int, int]], *, is_meshed: bool = False) -> Pattern:
     """Return the pattern along a tree of at least one link."""
     edges = tuple(edges)
-    return replace(ring(range(len(edges) + 1)), edges=edges)
+    return replace(ring(range(len(edges) + 1)), edges=edges, is_meshed=is_meshed)
 
 
 def slice_starts(numel: int, num_members: int) -> list[int]:

@@ -86,7 +86,7 @@ class SumPatterns:
     def _decided(self, members: Members, num_bytes: int, topology: ClusterTopology) -> PatternDecision | None:
         nodes, path = self._links(members, topology)
         now = self.patterns[members]
-        if now.edges:
+        if not now.is_meshed:
             return None  # Its members are connected along the tree alone.
 
         def seconds(pattern: Pattern) -> float:

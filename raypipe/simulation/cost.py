@@ -258,7 +258,7 @@ class Cost:
         items = (item.collective for program in programs for item in program.items if isinstance(item, Start))
         collectives = {collective.devices: collective for collective in items if len(collective.devices) > 1}
         patterns = {members: self.pattern(collective) for members, collective in collectives.items()}
-        return {members: pattern for members, pattern in patterns.items() if pattern.edges}
+        return {members: pattern for members, pattern in patterns.items() if not pattern.is_meshed}
 
     def collective_s(self, collective: Collective) -> float:
         """Return the seconds from the last member's start to the end, with the links to itself.

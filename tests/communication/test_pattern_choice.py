@@ -5,11 +5,12 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 
 from raypipe.artifacts.topology import ClusterTopology, Device, Link, Node, NodeLink, SharedLink
-from raypipe.communication.pattern_choice import LinkPath, PathOf, best_pattern, candidates, ring_time, sum_pattern, sum_time
+from raypipe.communication.pattern_choice import LinkPath, PathOf, best_pattern, candidates, exchange, ring_time, sum_pattern, sum_time
 from raypipe.communication.patterns import MOST_MESHED, Pattern, direct, ring
 
 RATE = 25e6
@@ -67,6 +68,25 @@ def test_a_ring_goes_round_a_slow_wire() -> None:
     order = [group[0] for group in chosen(slow).groups]
     assert (1, 2) not in zip(order, order[1:] + order[:1], strict=True)
     assert not chosen(slow).direct
+
+
+def test_a_tree_needs_no_bad_link() -> None:
+    # Good links along 2 - 0 - 3 - 1 alone: each circle, and each direct exchange, passes a bad one.
+    good = {frozenset(ends) for ends in ((2, 0), (0, 3), (3, 1))}
+    topology = ClusterTopology.uniform(4, bandwidth_bytes_per_s=RATE / 50, latency_s=LATENCY_S, devices_per_node=1)
+    names = [node.name for node in topology.nodes]
+    links = tuple(
+        Link(source=names[one], target=names[other], bandwidth_bytes_per_s=RATE, latency_s=LATENCY_S) for one, other in map(sorted, good)
+    )
+    topology = replace(topology, links=links)
+    nodes, path = members_of(topology, [device.name for device in topology.devices])
+    pattern = chosen(topology)
+    assert set(map(frozenset, pattern.edges)) == good
+    # The two in the middle send three quarters as shares one way and a quarter the other, and the totals of the others' slices.
+    assert sum_time(pattern, nodes, path).s_per_byte == pytest.approx(2 * 1.0 / RATE)
+    assert sum_time(ring(range(4)), nodes, path).s_per_byte == pytest.approx(2 * 0.75 / (RATE / 50))
+    assert pattern.is_meshed
+    assert exchange(4, pattern) == direct(range(4)), "small numbers go to all at once"
 
 
 def test_a_sum_of_few_bytes_is_exchanged_directly() -> None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from itertools import permutations
+
 import pytest
 
-from raypipe.communication.patterns import ring
+from raypipe.communication.patterns import direct, ring
 from raypipe.planning.choices import ChoicePlanner
 from raypipe.planning.cluster_state import ClusterState
 from raypipe.planning.layout import Layout
+from raypipe.planning.sum_patterns import SumPatterns
 from tests.planning import reaction
 from tests.planning.reaction import PlanRun, StageRun
 
@@ -27,6 +30,17 @@ def test_sums_go_round_a_wire_that_falls_to_a_tenth(exact: bool) -> None:
 def test_sums_of_a_run_that_need_not_be_exact_are_as_quick_as_before() -> None:
     found = reaction.wire_falls(exact=False)
     assert found.windows_s[-1] == pytest.approx(found.before_s, rel=0.01)
+
+
+@pytest.mark.parametrize("exact", [False, True])
+def test_sums_along_a_tree_go_round_when_bad_wires_are_good_again(exact: bool) -> None:
+    along = {(0, 1), (1, 2), (2, 3)}
+    bad = {ends: 0.05 for ends in permutations(range(4), 2) if not along & {ends, ends[::-1]}}
+    sums = SumPatterns(reaction.stage_cost(reaction.ports(wires=bad)), reaction.PROGRAMS, exact=exact)
+    assert set(sums.patterns[reaction.EVERYBODY].edges) == along
+    assert not sums.after_window(reaction.ports(wires=bad))
+    changed = [decision.pattern for decision in sums.after_window(reaction.ports()) if decision.changes]
+    assert changed == ([] if exact else [direct(range(4))]), "nothing else adds in the order of a tree"
 
 
 @pytest.mark.parametrize("exact", [False, True])

@@ -27,6 +27,7 @@ from tests.processes.transport_contract import becomes_true, gradients, together
 EVERYBODY = (0, 1, 2, 3)
 NODES = Pattern(((0, 1), (2, 3)))
 TREE = tree(((0, 2), (1, 2), (1, 3)))
+MESHED_TREE = tree(TREE.edges, is_meshed=True)
 NUMEL = 10_007
 
 
@@ -72,6 +73,18 @@ def test_numbers_are_added_in_the_order_of_the_pattern(
         expected = by_additions(tensors, pattern)
         for total in summed(ends, tensors, update=update):
             assert torch.equal(total, expected)
+
+
+def test_members_that_can_all_communicate_leave_a_tree(make: Make) -> None:
+    tensors = numbers(0)
+    ends = with_pattern(make, MESHED_TREE)
+    assert all(torch.equal(total, by_additions(tensors, TREE)) for total in summed(ends, tensors, update=0))
+    for end in ends:
+        end.use_patterns({EVERYBODY: ring(range(4))})
+    assert all(torch.equal(total, ring_sum(tensors)) for total in summed(ends, tensors, update=1))
+    for end in ends:
+        end.use_patterns({EVERYBODY: MESHED_TREE})
+    assert all(torch.equal(total, by_additions(tensors, TREE)) for total in summed(ends, tensors, update=2))
 
 
 def test_direct_exchange_has_the_bits_of_the_ring_and_two_levels_have_others(make: Make) -> None:
