@@ -257,7 +257,7 @@ def test_parts_of_sums_are_transfers_of_the_trace() -> None:
 
 
 def test_messages_of_one_link_pass_one_by_one_while_others_sum() -> None:
-    # The gradients from stage 1 to 0 queue, as links are slower than stages; the two members of stage 2, which is done first, sum meanwhile.
+    # Gradients from stage 1 to 0 queue, as links are slower than stages; stage 2, which is done first, sums meanwhile.
     schedule = build("gpipe", ScheduleRequest(3, 8))
     placement = Placement((((0, 1.0),), ((1, 1.0),), ((2, 0.5), (3, 0.5))))
     topology = ClusterTopology.uniform(4, bandwidth_bytes_per_s=10.0, latency_s=0.25)
