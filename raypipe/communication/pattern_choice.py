@@ -4,8 +4,9 @@ A sum's time is that of all its shares, then that of all its totals, and the lat
 busiest link decides, or the busiest member: what a member sends to others of its node goes one after the other, and so does what it
 sends to other nodes. Members of one node that do the latter use its wires in the same order, one wire at a time.
 
-The tree of the best links needs no bad one, over which a circle may have to close. Members of whom some cannot communicate, both ways, have
-no other way; where links do not join them all, they cannot sum at all.
+The tree of the best links needs no bad one, over which a circle may have to close. There the totals of some slices pass a link one way
+while shares of others pass it the other way, so both are one phase: a leaf sends, and takes, the bytes of the sum once. Members of whom
+some cannot communicate, both ways, have no other way; where links do not join them all, they cannot sum at all.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from operator import itemgetter
 from typing import NamedTuple, Protocol
 
 from raypipe.communication.patterns import MOST_MESHED, Hop, Pattern, direct, ring, tree
-from raypipe.communication.shards import gather_loads, reduce_loads
+from raypipe.communication.shards import Loads, gather_loads, reduce_loads
 
 LEAST_GAIN = 1.05
 """How much quicker than the ring in the order of the members another pattern must be for a run to begin with it."""
@@ -67,14 +68,12 @@ def sum_time(pattern: Pattern, nodes: Sequence[Hashable], path: PathOf) -> SumTi
     if pattern.is_ring:
         order = [member for (member,) in pattern.groups]
         return ring_time([nodes[member] for member in order], lambda source, target: path(order[source], order[target]))
-    s_per_byte = math.fsum(_phase_s(of_phase, nodes, path) for of_phase in pattern.loads)
-    return SumTime(_latency_s(pattern, path), s_per_byte)
+    return SumTime(_latency_s(pattern, path), _phases_s(pattern, pattern.loads, nodes, path))
 
 
 def reduce_time(pattern: Pattern, owners: tuple[int, ...], nodes: Sequence[Hashable], path: PathOf) -> SumTime:
     """Return the seconds of a sum of which each of some members gets a part, each as much."""
-    s_per_byte = math.fsum(_phase_s(of_phase, nodes, path) for of_phase in reduce_loads(pattern, owners))
-    return SumTime(_latencies_s(pattern, path)[0], s_per_byte)
+    return SumTime(_latencies_s(pattern, path)[0], _phases_s(pattern, reduce_loads(pattern, owners), nodes, path))
 
 
 def gather_time(pattern: Pattern, owners: tuple[int, ...], nodes: Sequence[Hashable], path: PathOf) -> SumTime:
@@ -95,6 +94,13 @@ def ring_time(nodes: Sequence[Hashable], path: PathOf) -> SumTime:
     # Each slice goes twice around the circle, but for two hops in a row.
     left_out_s = min(one + other for one, other in zip(latencies_s, [*latencies_s[1:], *latencies_s[:1]], strict=True))
     return SumTime(2 * math.fsum(latencies_s) - left_out_s, 2 * phase_s)
+
+
+def _phases_s(pattern: Pattern, loads: tuple[Loads, Loads], nodes: Sequence[Hashable], path: PathOf) -> float:
+    if not pattern.edges:
+        return math.fsum(_phase_s(of_phase, nodes, path) for of_phase in loads)
+    shares, totals = loads
+    return _phase_s({hop: shares.get(hop, 0.0) + totals.get(hop, 0.0) for hop in {**shares, **totals}}, nodes, path)
 
 
 def _phase_s(loads: dict[Hop, float], nodes: Sequence[Hashable], path: PathOf) -> float:
@@ -175,10 +181,10 @@ def exchange(num_members: int, pattern: Pattern | None = None) -> Pattern:
 
 def exchange_s(num_members: int, path: PathOf) -> float:
     """Return the seconds in which small numbers go from each member to all: latencies alone, infinite where links do not join them."""
-    pairs = itertools.permutations(range(num_members), 2)
-    longest_s = max((path(*pair).latency_s for pair in pairs), default=0.0)
-    if longest_s < math.inf:
-        return longest_s
+    if are_meshed(num_members, path):
+        if num_members > MOST_MESHED:  # around the ring
+            return (num_members - 1) * max(path(at, (at + 1) % num_members).latency_s for at in range(num_members))
+        return max((path(*pair).latency_s for pair in itertools.permutations(range(num_members), 2)), default=0.0)
     pattern = joining(num_members, path)
     return math.inf if pattern is None else _width_s(pattern, path)
 
@@ -186,7 +192,8 @@ def exchange_s(num_members: int, path: PathOf) -> float:
 def joining(num_members: int, path: PathOf) -> Pattern | None:
     """Return the tree of the best links that join members both ways, `None` where they do not join all.
 
-    The least of its bandwidths is the largest possible (a maximum spanning tree, by Prim's algorithm); of equal links the first counts.
+    The least of its bandwidths is the largest possible (a maximum spanning tree, by Prim's algorithm). Of equal links that of the newest
+    member counts, so that members have few neighbors.
     """
     best: dict[int, tuple[float, int]] = dict.fromkeys(range(1, num_members), (0.0, 0))
     edges: list[tuple[int, int]] = []
@@ -195,7 +202,7 @@ def joining(num_members: int, path: PathOf) -> Pattern | None:
         for other, known in best.items():
             ways = path(newest, other), path(other, newest)
             if all(way.latency_s < math.inf for way in ways):
-                best[other] = max(known, (min(way.bandwidth_bytes_per_s for way in ways), newest), key=itemgetter(0))
+                best[other] = max((min(way.bandwidth_bytes_per_s for way in ways), newest), known, key=itemgetter(0))
         newest = max(best, key=lambda member: best[member][0])
         bandwidth, neighbor = best.pop(newest)
         if not bandwidth:

@@ -90,12 +90,13 @@ class Estimator:
     _stages: dict[tuple[Devices, int, int], StageSeconds] = field(default_factory=dict, repr=False)
 
     @cached_property
-    def _wires(self) -> SharedWires:
+    def wires(self) -> SharedWires:
+        """The wires on which sums of several stages meet."""
         return SharedWires(self.problem)
 
     @cached_property
     def _wires_are_shared(self) -> bool:
-        return self._wires.can_be_shared()
+        return self.wires.can_be_shared()
 
     def channel(self, source: Devices, target: Devices) -> Channel:
         """Return the cost of messages from one worker to another."""
@@ -350,7 +351,7 @@ class Estimator:
                 end_s -= back[n - 1][1] + stages[n - 1][1]
             if len(group) > 1:
                 copied.append(CopiedStage(group, layout.cuts[n], layout.cuts[n + 1], end_s, stages[n][1]))
-        return self._wires.last_end_s(copied) if len(copied) > 1 else 0.0, self._wires.busy_s(copied)
+        return self.wires.last_end_s(copied) if len(copied) > 1 else 0.0, self.wires.busy_s(copied)
 
 
 def _merged_overlaps(problem: Problem, source: _WorkerRows, target: _WorkerRows) -> list[tuple[int, int, int]]:

@@ -8,7 +8,8 @@ layouts whose rows are divided otherwise share its schedule. Only the best layou
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from raypipe.artifacts.profile import factor_of_rows
@@ -22,7 +23,7 @@ from raypipe.planning.problem import Devices, Problem
 from raypipe.schedules.collectives import Collective
 from raypipe.schedules.ir import OpKind, Schedule
 from raypipe.simulation.compiled import CompiledOrder
-from raypipe.simulation.cost import Cost, StageCost
+from raypipe.simulation.cost import Cost, MergedSum, StageCost
 from raypipe.simulation.plan_cost import layout_cost, weight_versions
 from raypipe.simulation.simulator import time_order
 
@@ -108,26 +109,42 @@ class MergedEvaluator(LayoutEvaluator):
             stages=stages,
             path=lambda source, target: paths.get((source, target)) or cost.path(source, target),
             nodes=(),
-            merged_s=self._late_s(layout, order, stages),
+            merged=self._sums(layout, order, stages),
         )
 
-    def _late_s(
+    def _sums(
         self, layout: Layout, order: CompiledOrder, stages: Mapping[tuple[int, int], StageCost]
-    ) -> Callable[[int, Collective], float]:
-        """Return a function for the seconds by which a worker's sum ends behind the Op that completes its gradients, B or W."""
+    ) -> Callable[[int, Collective], MergedSum]:
+        """Return a function for a worker's sum, which begins while the Op runs that completes its gradients, B or W."""
         problem = self.problem
         split = {op.stage for _, slot, _ in order.classes for op in slot.ops if op.kind is OpKind.WEIGHT_GRADIENT}
+        wires = self._common_wires(layout, stages)
 
-        def late_s(worker: int, collective: Collective) -> float:
+        def merged(worker: int, collective: Collective) -> MergedSum:
             group, stage = layout.workers[worker], collective.stage
             if len(group) == 1 or 0 < collective.part < collective.num_parts:
-                return 0.0  # The last part of a sum stands for all.
+                return MergedSum()  # The last part of a sum stands for all.
             first, end = layout.cuts[stage : stage + 2]
             sum_s = problem.layers_sum_s(group, first, end)
             cost = stages[worker, stage]
-            return problem.late_sums.late_of(first, end, sum_s, cost.weight_grad_s if stage in split else cost.backward_s)
+            late_s = problem.late_sums.late_of(first, end, sum_s, cost.weight_grad_s if stage in split else cost.backward_s)
+            return MergedSum(late_s, sum_s, wires.get((worker, stage), {}))
 
-        return late_s
+        return merged
+
+    def _common_wires(self, layout: Layout, stages: Iterable[tuple[int, int]]) -> dict[tuple[int, int], dict[str, float]]:
+        """Return the seconds for which the sum of each stage of a worker keeps the wires that sums of other workers pass, too."""
+        if not self.estimator.wires.can_be_shared():
+            return {}
+        busy_s: dict[tuple[int, int], dict[str, float]] = {}
+        for worker, stage in stages:
+            group = layout.workers[worker]
+            if len(group) > 1:
+                num_bytes = float(self.problem.summed_prefix[layout.cuts[stage + 1]] - self.problem.summed_prefix[layout.cuts[stage]])
+                loads = self.estimator.wires.loads(group, num_bytes)
+                busy_s[worker, stage] = {wire: num_bytes * s_per_byte for wire, s_per_byte in loads.items()}
+        users = Counter(wire for _, wire in {(worker, wire) for (worker, _), of_stage in busy_s.items() for wire in of_stage})
+        return {place: {wire: seconds for wire, seconds in of_stage.items() if users[wire] > 1} for place, of_stage in busy_s.items()}
 
     def _slowest(self, group: Devices) -> tuple[int, float]:
         """Return the device that takes longest with its rows, and its share of them."""

@@ -9,6 +9,7 @@ import itertools
 import math
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import NamedTuple
 
 from raypipe.artifacts.profile import factor_of_rows
@@ -121,6 +122,20 @@ class SharedCompute:
     cores: int
 
 
+class MergedSum(NamedTuple):
+    """A sum of devices of which one stands for all.
+
+    Attributes:
+        late_s: Seconds from the end of the Op that completes the gradients to that of the sum, alone on its wires.
+        lasts_s: Seconds of the whole sum, which may have begun before.
+        wires: Wires that sums of others pass, too, and the seconds for which it keeps each.
+    """
+
+    late_s: float = 0.0
+    lasts_s: float = 0.0
+    wires: Mapping[str, float] = MappingProxyType({})
+
+
 @dataclass(frozen=True)
 class Cost:
     """Seconds and bytes of everything in lowered programs.
@@ -136,7 +151,7 @@ class Cost:
         path: Returns the path between two devices, by number; of infinite latency where they cannot communicate.
         nodes: Node of each device; where left out, each device has its own.
         patterns: Patterns of sums by members; of others, the one with which a run begins.
-        merged_s: Returns the seconds of a sum of the devices that one device stands for, from its number and the sum.
+        merged: Returns the sum of the devices that one device stands for, from its number and the sum.
         transfers_block: Whether a device does nothing else while a message passes that it sends or receives, and takes one in only once it
             waits for it. raypipe's own actors do not block; runtimes that send and receive in the stream of the computation do.
     """
@@ -153,7 +168,7 @@ class Cost:
     communication: Communication = field(default_factory=Communication)
     nodes: tuple[str, ...] = ()
     patterns: Mapping[tuple[int, ...], Pattern] = field(default_factory=dict)
-    merged_s: Callable[[int, Collective], float] = lambda device, collective: 0.0
+    merged: Callable[[int, Collective], MergedSum] = lambda device, collective: MergedSum()
     transfers_block: bool = False
 
     def link(self, source: int, target: int) -> Path:
@@ -275,8 +290,14 @@ class Cost:
                 )
             return latency_s
         if len(members) == 1:
-            return self.merged_s(members[0], collective)
+            return self.merged_sum(collective).late_s
         return self._sum_time(collective).seconds(self.collective_bytes(collective))
+
+    def merged_sum(self, collective: Collective) -> MergedSum:
+        """Return a collective of devices of which one stands for all."""
+        if self.takes_latency_alone(collective):
+            return MergedSum(self.collective_s(collective))
+        return self.merged(collective.devices[0], collective)
 
     def sum_latency_s(self, collective: Collective) -> float:
         """Return the latencies on the longest way of a slice of a sum, which has several members."""

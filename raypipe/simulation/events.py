@@ -83,6 +83,8 @@ class EventLoop:
         self.network = OrderTransfers.of(order, cost, self._push_flow, self.free_s)
         self.merged_free_s = [0.0] * num_programs
         """By program, the end of its latest collective with one member."""
+        self.merged_wires_s: dict[str, float] = {}
+        """By wire, the end of the latest of these collectives on it."""
 
     def _push(self, time_s: float, program: int, epoch: int = 0) -> None:
         self.sequence += 1
@@ -208,6 +210,8 @@ class EventLoop:
                 start_s = max(start_s, self.free_s.get(resource, 0.0))
             for resource, busy_s in transfer.resources:
                 self.free_s[resource] = start_s + busy_s
+            if self.network is not None:
+                self.network.left(number, start_s + max(busy_s for _, busy_s in transfer.resources))
         self._arrived(number, start_s, start_s + transfer.transfer_s)
 
     def _arrived(self, number: int, departure_s: float, arrival: float) -> None:
@@ -251,8 +255,14 @@ class EventLoop:
         self.num_started[number] += 1
         if len(collective.devices) == 1:
             # Of a device that stands for several, whose sums pass the same links.
-            self.merged_free_s[program] = max(now_s, self.merged_free_s[program]) + self.cost.collective_s(collective)
-            self._summed(number, self.merged_free_s[program])
+            merged = self.cost.merged_sum(collective)
+            end_s = max(now_s, self.merged_free_s[program]) + merged.late_s
+            for wire, busy_s in merged.wires.items():
+                begun_s = max(self.merged_wires_s.get(wire, 0.0), now_s + merged.late_s - merged.lasts_s)
+                self.merged_wires_s[wire] = begun_s + busy_s
+                end_s = max(end_s, begun_s + busy_s)
+            self.merged_free_s[program] = end_s
+            self._summed(number, end_s)
         elif self.num_started[number] == len(collective.devices):
             self._summed(number, now_s + self.cost.collective_s(collective))
 

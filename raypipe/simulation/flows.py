@@ -232,18 +232,18 @@ class Network:
                     self._set_rate(flow, flow.path.bandwidth_bytes_per_s, now_s)
             return
         flows: dict[Flow, None] = {}
-        limits: dict[str, float] = {}
-        reached = list(resources)
+        seen: set[str] = set()
+        reached = [resource for resource, _ in resources]
         while reached:
-            resource, bandwidth = reached.pop()
-            if resource in limits:
+            resource = reached.pop()
+            if resource in seen:
                 continue
-            limits[resource] = bandwidth
+            seen.add(resource)
             for flow in self._passing.get(resource, ()):
                 if flow not in flows:
                     flows[flow] = None
-                    reached += flow.path.resources
-        for flow, rate in _max_min(flows, limits).items():
+                    reached += (other for other, _ in flow.path.resources)
+        for flow, rate in _max_min(flows).items():
             self._set_rate(flow, rate, now_s)
 
     def _set_rate(self, flow: Flow, rate: float, now_s: float) -> None:
@@ -253,20 +253,29 @@ class Network:
             self._schedule(flow)
 
 
-def _max_min(flows: Iterable[Flow], limits: dict[str, float]) -> dict[Flow, float]:
+def _max_min(flows: Iterable[Flow]) -> dict[Flow, float]:
     """Return the rates at which no flow can be faster but at the cost of one that is no faster."""
     rates: dict[Flow, float] = {}
     left = dict.fromkeys(flows)
+    limits: dict[str, float] = {}
+    for flow in left:
+        for resource, bandwidth in flow.path.resources:
+            limits[resource] = max(limits.get(resource, 0.0), bandwidth)
     free = dict(limits)
     while left:
-        counts: dict[str, int] = {}
+        uses: dict[str, float] = {}
         for flow in left:
-            for resource, _ in flow.path.resources:
-                counts[resource] = counts.get(resource, 0) + 1
-        rate, bottleneck = min((max(free[resource], 0.0) / count, resource) for resource, count in counts.items())
+            for resource, bandwidth in flow.path.resources:
+                uses[resource] = uses.get(resource, 0.0) + _times(limits[resource], bandwidth)
+        rate, bottleneck = min((max(free[resource], 0.0) / use, resource) for resource, use in uses.items())
         for flow in [flow for flow in left if any(resource == bottleneck for resource, _ in flow.path.resources)]:
             rates[flow] = rate
             del left[flow]
-            for resource, _ in flow.path.resources:
-                free[resource] -= rate
+            for resource, bandwidth in flow.path.resources:
+                free[resource] -= rate * _times(limits[resource], bandwidth)
     return rates
+
+
+def _times(limit: float, bandwidth: float) -> float:
+    """Return how often a path passes a resource, whose limit it divides by this (`ClusterTopology.path`)."""
+    return 1.0 if bandwidth == limit else limit / bandwidth

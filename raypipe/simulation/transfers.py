@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
 from typing import NamedTuple, Self
@@ -24,9 +25,6 @@ OnEnd = Callable[[int, float], None]
 """Gets a collective and the second of its end."""
 
 
-_PORT = "the port of the node"
-
-
 class Passed(NamedTuple):
     """What one member of a sum passed on to another one, as shares or as totals."""
 
@@ -39,18 +37,17 @@ class Passed(NamedTuple):
 
 
 class _Hop(NamedTuple):
-    # `needs` are the devices whose numbers pass; it `takes_turns` if the source also sends numbers to other nodes than the target's.
+    # `needs` are the devices whose numbers pass.
     source: int
     target: int
     path: Path
     num_bytes: float
     needs: frozenset[int]
-    takes_turns: bool
 
 
 @dataclass
 class _Sum:
-    # First all shares pass, then all totals, if there are both: of `phases`, those that have not begun.
+    # First all shares pass, then all totals, if there are both and they go along no tree; of `phases`, those that have not begun.
     collective: Collective
     phases: list[list[_Hop]]
     latency_s: float
@@ -70,23 +67,25 @@ def _sum_of(collective: Collective, cost: Cost) -> _Sum:
 
     def hops(loads: Mapping[Hop, float], needed: Callable[[Hop], Iterable[int]]) -> list[_Hop]:
         found: list[_Hop] = []
-        nodes: dict[int, set[Hashable]] = {}
-        for source, target in loads:
-            if cost.node(members[source]) != cost.node(members[target]):
-                nodes.setdefault(source, set()).add(cost.node(members[target]))
         for hop, part in loads.items():
             source, target = members[hop.source], members[hop.target]
             of_devices = frozenset(members[position] for position in needed(hop))
-            takes_turns = len(nodes.get(hop.source, ())) > 1 and cost.node(target) != cost.node(source)
-            found.append(_Hop(source, target, cost.link(source, target), part * num_bytes, of_devices, takes_turns))
+            found.append(_Hop(source, target, cost.link(source, target), part * num_bytes, of_devices))
         return found
 
     phases = [hops(shares, pattern.needs.__getitem__)] if shares else []
     if shares and totals:
-        phases.append(hops(totals, lambda _: range(len(members))))
+        from_all = hops(totals, lambda _: range(len(members)))
+        phases = [[*phases[0], *from_all]] if pattern.edges else [*phases, from_all]
     elif totals:
         phases.append(hops(totals, gather_needs(pattern, cost.owners(collective)).__getitem__))
     return _Sum(collective, phases, cost.sum_latency_s(collective), {})
+
+
+def _port(source: int, of_way: Mapping[int, int], cost: Cost) -> str | None:
+    # Where all peers on other nodes are behind one bottleneck, that one is the port.
+    wires = {way for peer, way in of_way.items() if cost.node(peer) != cost.node(source)}
+    return f"the port of {source}" if len(wires) > 1 else None
 
 
 class OrderTransfers:
@@ -109,6 +108,10 @@ class OrderTransfers:
             names.setdefault(source, {})[target] = [resource for resource, _ in cost.path(source, target).resources]
         together = cost.communication.across_peers
         self._ways = {source: ways(of_peers) if together else {peer: peer for peer in of_peers} for source, of_peers in names.items()}
+        self._ports = {source: _port(source, of_way, cost) for source, of_way in self._ways.items() if together}
+        self._paths: dict[tuple[int, int], Path] = {}
+        self._left_s: dict[str, float] = {}
+        """When messages out of a port, which left while no flow was under way, have passed their wires."""
 
     @classmethod
     def of(cls, order: CompiledOrder, cost: Cost, push: Callable[[float, int, int], None], free_s: Mapping[str, float]) -> Self | None:
@@ -121,7 +124,7 @@ class OrderTransfers:
             if len(collective.devices) == 1 or cost.takes_latency_alone(collective) or not cost.collective_bytes(collective):
                 continue
             total = _sum_of(collective, cost)
-            if all(hop.path.resources for hop in total.hops):
+            if any(hop.path.resources for hop in total.hops):
                 sums[number] = total
         for (program, number), position in order.deadlines.items() if sums else ():
             if number in sums:
@@ -133,6 +136,12 @@ class OrderTransfers:
         """Whether a message that leaves now may share a link with a flow; in turns, none does while no flow is under way."""
         return self._network.num_under_way > 0 or not self.cost.communication.holds
 
+    def left(self, number: int, end_s: float) -> None:
+        """Note that a message that leaves while no flow is under way has passed its wires at that time."""
+        source, target, _ = self.order.transfers[self.order.transfer_of[number]]
+        if port := self._port_to(source, target):
+            self._left_s[port] = max(self._left_s.get(port, 0.0), end_s)
+
     def send(self, number: int, now_s: float, on_arrival: OnArrival) -> None:
         """Send a message."""
         source, target, message = self.order.transfers[self.order.transfer_of[number]]
@@ -141,11 +150,29 @@ class OrderTransfers:
         def end(begun_s: float, end_s: float) -> None:
             on_arrival(number, begun_s, end_s + path.latency_s)
 
-        way = (source, self._ways[source][target])
-        num_bytes = self.cost.message_bytes(message)
         self._network.submit(
-            way, path, num_bytes, now_s, traffic=Traffic.MESSAGE, deadline=0, on_end=end, not_before_s=self._behind_messages_s(path)
+            (source, self._ways[source][target]),
+            self._out_of_port(source, target, path),
+            self.cost.message_bytes(message),
+            now_s,
+            traffic=Traffic.MESSAGE,
+            deadline=0,
+            on_end=end,
+            not_before_s=self._behind_messages_s(path),
         )
+
+    def _port_to(self, source: int, target: int) -> str | None:
+        """Return what all that leaves a device for other nodes passes, if it leaves over several wires of their own."""
+        return self._ports.get(source) if self.cost.node(source) != self.cost.node(target) else None
+
+    def _out_of_port(self, source: int, target: int, path: Path) -> Path:
+        """Return a path with the port that it leaves by: messages on wires of their own pass at once, sums make way for them."""
+        known = self._paths.get((source, target))
+        if known is None:
+            port = self._port_to(source, target)
+            known = path if port is None else replace(path, resources=(*path.resources, (port, math.inf)))
+            self._paths[source, target] = known
+        return known
 
     def _behind_messages_s(self, path: Path) -> float:
         """Return when the messages that left while no flow was under way have passed."""
@@ -172,17 +199,20 @@ class OrderTransfers:
             self._pass(number, total, hop, now_s, on_end)
 
     def _pass(self, number: int, total: _Sum, hop: _Hop, now_s: float, on_end: OnEnd) -> None:
-        # To several nodes, one member's numbers go one after the other, also where each has a wire of its own (`ConnectOrder.ways`).
-        way = _PORT if hop.takes_turns else self._ways[hop.source][hop.target]
+        if not hop.path.resources:
+            self._passed(number, total, hop, on_end, now_s, now_s)
+            return
+        # To several nodes, one device's numbers go one after the other, also where each has a wire of its own (`ConnectOrder.ways`).
+        port = self._port_to(hop.source, hop.target)
         self._network.submit(
-            (hop.source, way),
-            hop.path,
+            (hop.source, port or self._ways[hop.source][hop.target]),
+            self._out_of_port(hop.source, hop.target, hop.path),
             hop.num_bytes,
             now_s,
             traffic=Traffic.SUM,
             deadline=total.deadlines.get(hop.source, 0),
             on_end=partial(self._passed, number, total, hop, on_end),
-            not_before_s=self._behind_messages_s(hop.path),
+            not_before_s=max(self._behind_messages_s(hop.path), self._left_s.get(port, 0.0) if port else 0.0),
         )
 
     def _passed(self, number: int, total: _Sum, hop: _Hop, on_end: OnEnd, begun_s: float, now_s: float) -> None:
