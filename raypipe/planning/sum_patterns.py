@@ -57,14 +57,12 @@ class SumPatterns:
     """
 
     def __init__(self, cost: Cost, programs: Iterable[DeviceProgram], *, exact: bool) -> None:
-        programs = list(programs)
-        largest = cost.largest_sums(programs)
-        self.patterns = {members: cost.pattern(collective) for members, collective in largest.items()}
-        self.patterns |= cost.trees(programs)
+        collectives = dict.fromkeys(item.collective for program in programs for item in program.items if isinstance(item, Start))
+        largest = cost.largest_sums(collectives)
+        self.patterns = {**cost.with_patterns(collectives).patterns, **cost.trees(collectives)}
         self.exact = exact
         # Who owns which weights goes by the pattern with which a run begins: with another one, sums would go further to their owners.
-        started = (item.collective for program in programs for item in program.items if isinstance(item, Start))
-        divided = {collective.devices for collective in started if collective.owners}
+        divided = {collective.devices for collective in collectives if collective.owners}
         self._num_bytes = {members: cost.collective_bytes(largest[members]) for members in largest if members not in divided}
         self._devices = cost.devices
         self._pending: set[Members] = set()

@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -20,9 +20,9 @@ from raypipe.communication.patterns import Pattern
 from raypipe.communication.policy import Communication
 from raypipe.communication.shards import Loads, gather_loads, reduce_loads
 from raypipe.errors import NoLinkError
-from raypipe.schedules.collectives import Collective, CollectiveKind, Start, SumRows
+from raypipe.schedules.collectives import Collective, CollectiveKind, SumRows
 from raypipe.schedules.ir import Op, OpKind
-from raypipe.schedules.lower import DeviceProgram, Message
+from raypipe.schedules.lower import Message
 
 _NORM_BYTES = 8
 
@@ -258,21 +258,26 @@ class Cost:
         members = collective.devices
         return self.patterns.get(members) or sum_pattern(self._nodes(members), self._path_of(members), self.collective_bytes(collective))
 
-    def largest_sums(self, programs: Iterable[DeviceProgram]) -> dict[tuple[int, ...], Collective]:
-        """Return of each set of members the largest collective that they start in some programs; none for norms alone."""
-        largest: dict[tuple[int, ...], Collective] = {}
-        for collective in (item.collective for program in programs for item in program.items if isinstance(item, Start)):
-            known = largest.get(collective.devices)
-            is_larger = known is None or self.collective_bytes(collective) > self.collective_bytes(known)
-            if is_larger and not self.takes_latency_alone(collective):
-                largest[collective.devices] = collective
-        return largest
+    def largest_sums(self, collectives: Iterable[Collective]) -> dict[tuple[int, ...], Collective]:
+        """Return of each set of several members the largest of some collectives; none for norms alone."""
+        largest: dict[tuple[int, ...], tuple[int, Collective]] = {}
+        for collective in collectives:
+            if len(collective.devices) > 1 and not self.takes_latency_alone(collective):
+                num_bytes = self.collective_bytes(collective)
+                if num_bytes > largest.get(collective.devices, (-1, collective))[0]:
+                    largest[collective.devices] = num_bytes, collective
+        return {members: collective for members, (_, collective) in largest.items()}
 
-    def trees(self, programs: Iterable[DeviceProgram]) -> dict[tuple[int, ...], Pattern]:
-        """Return the trees of those sets of members that exchange something in some programs and cannot all communicate."""
-        items = (item.collective for program in programs for item in program.items if isinstance(item, Start))
-        collectives = {collective.devices: collective for collective in items if len(collective.devices) > 1}
-        patterns = {members: self.pattern(collective) for members, collective in collectives.items()}
+    def with_patterns(self, collectives: Iterable[Collective]) -> Cost:
+        """Return the cost of a run with these collectives: all sums of the same members have the pattern of the largest one."""
+        largest = self.largest_sums(collectives)
+        patterns = {members: self.pattern(collective) for members, collective in largest.items() if members not in self.patterns}
+        return replace(self, patterns={**self.patterns, **patterns}) if patterns else self
+
+    def trees(self, collectives: Iterable[Collective]) -> dict[tuple[int, ...], Pattern]:
+        """Return the trees of those sets of members of some collectives that cannot all communicate."""
+        of_members = {collective.devices: collective for collective in collectives if len(collective.devices) > 1}
+        patterns = {members: self.pattern(collective) for members, collective in of_members.items()}
         return {members: pattern for members, pattern in patterns.items() if not pattern.is_meshed}
 
     def collective_s(self, collective: Collective) -> float:

@@ -53,7 +53,7 @@ class EventLoop:
 
     def __init__(self, order: CompiledOrder, cost: Cost) -> None:
         self.order = order
-        self.cost = cost
+        self.cost = cost.with_patterns(order.collectives)
         self.blocking = cost.transfers_block
         num_programs = len(order.devices)
         self.starts: list[list[float]] = [[] for _ in range(num_programs)]
@@ -80,7 +80,7 @@ class EventLoop:
         # Time, number that keeps simultaneous events in the order of their causes, program, epoch of its cores.
         self.heap: list[tuple[float, int, int, int]] = []
         self.sequence = 0
-        self.network = OrderTransfers.of(order, cost, self._push_flow, self.free_s)
+        self.network = OrderTransfers.of(order, self.cost, self._push_flow, self.free_s)
         self.merged_free_s = [0.0] * num_programs
         """By program, the end of its latest collective with one member."""
         self.merged_wires_s: dict[str, float] = {}
