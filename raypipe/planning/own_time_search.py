@@ -51,11 +51,11 @@ class OwnTimeSearch:
     evaluator: LayoutEvaluator
     effort: float = 1.0
     _annealing_share: ClassVar[float] = 1 / 3
-    _num_annealed: ClassVar[int] = 8
+    _num_annealed: ClassVar[int] = 24
     """Layouts from which annealing starts."""
-    _num_steps: ClassVar[int] = 1_000
+    _num_steps: ClassVar[int] = 3_000
     """Of annealing, from each of them."""
-    _temperature: ClassVar[float] = 0.1
+    _temperature: ClassVar[float] = 0.05
     _to_the_best: ClassVar[int] = 0
     """Steps after which annealing goes on from the best layout; 0 for never."""
     _least: dict[Layout, float] = field(default_factory=dict, repr=False)
