@@ -7,6 +7,7 @@ import os
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -41,6 +42,7 @@ from raypipe.communication.patterns import Pattern
 from raypipe.config import OptimizerConfig, Precision
 from raypipe.errors import AbortedError, ConfigError, RunError, StageRaisedError
 from raypipe.schedules.lower import DeviceProgram
+from raypipe.user_code import files_start_at
 
 
 class Activity:
@@ -128,6 +130,7 @@ class StageActor:
         if node_position is not None:
             share = cores.share(cores.usable(), node_position, num_threads=self._num_threads)
             cores.bind(cores.near(self._on) if gpu_share else share)
+        files_start_at(identity.directory)
         self.identity = identity
         self._links = Links(identity.device)
         self._metrics = StageMetrics(run=identity.run, device=identity.name, stages=identity.stage_text)
@@ -233,8 +236,9 @@ class StageActor:
             self._executor.close()
         self._transport = self._executor = self._stages = None
         self._programs = {}
-        identity = identity or Identity(self.identity.run, self.identity.device, self.identity.name, stages=())
+        identity = identity or replace(self.identity, stages=())
         if identity != self.identity:
+            files_start_at(identity.directory)
             self.identity = identity
             self._metrics = StageMetrics(run=identity.run, device=identity.name, stages=identity.stage_text)
 

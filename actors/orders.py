@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
@@ -29,12 +30,17 @@ StageOptimizer = Callable[[int, NamedWeights], torch.optim.Optimizer]
 
 @dataclass(frozen=True)
 class Identity:
-    """Who an actor is."""
+    """Who an actor is.
+
+    Attributes:
+        directory: Working directory of the driver, where relative paths of the user's files start.
+    """
 
     run: str
     device: int
     name: str
     stages: tuple[int, ...]
+    directory: str = field(default_factory=os.getcwd)
 
     @property
     def stage_text(self) -> str:

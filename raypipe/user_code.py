@@ -19,6 +19,12 @@ from raypipe.model import Model, compiled
 HUGGING_FACE = "hf:"
 """Begins the name of a model of Hugging Face: the folder or the name on the Hub follows."""
 _HUGGING_FACE_MODEL = "raypipe.models.huggingface.model:huggingface"
+_START = "RAYPIPE_FILES_START_AT"
+
+
+def files_start_at(directory: str) -> None:
+    """Let relative paths of files start at the working directory of the process that named them, in one that works elsewhere."""
+    os.environ[_START] = directory
 
 
 def resolve(name: str) -> Callable[..., Any]:
@@ -48,7 +54,9 @@ def named(name: str, *, what: str, such_as: str) -> object:
     try:
         module = _load_file(module_name) if module_name.endswith(".py") else importlib.import_module(module_name)
     except FileNotFoundError:
-        raise ConfigError(f"{what} {name!r}: there is no file {module_name!r} in {os.getcwd()}; check the path") from None
+        raise ConfigError(
+            f"{what} {name!r}: there is no file {module_name!r} in {os.environ.get(_START) or os.getcwd()}; check the path"
+        ) from None
     except ModuleNotFoundError as error:
         remedy = "check the name, that it is installed, or name its file: path/to/file.py:function"
         raise ConfigError(f"{what} {name!r}: no module {error.name!r}; {remedy}") from None
@@ -61,7 +69,8 @@ def named(name: str, *, what: str, such_as: str) -> object:
 
 
 def _load_file(path: str) -> ModuleType:
-    name = "raypipe_model_file_" + re.sub(r"\W", "_", os.path.abspath(path).removesuffix(".py"))
+    path = os.path.abspath(os.path.join(os.environ.get(_START, ""), path))
+    name = "raypipe_model_file_" + re.sub(r"\W", "_", path.removesuffix(".py"))
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None, "a name that ends in .py has a loader"
     assert spec.loader is not None, "a name that ends in .py has a loader"

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -13,12 +15,13 @@ import torch
 from ray import cloudpickle
 from torch import Tensor
 
-from raypipe.actors.data.collate import batch_of
+from raypipe.actors.data.collate import Collate, batch_of
 from raypipe.actors.data.seeds import seed_all
-from raypipe.actors.data.source import DataSource
+from raypipe.actors.data.source import DataSource, RowSource
 from raypipe.actors.data.streams import Position, RowStream
 from raypipe.actors.execution.batches import share_of
 from raypipe.errors import ConfigError, RaypipeError
+from raypipe.user_code import files_start_at
 
 Packed = dict[str, npt.NDArray[Any] | Tensor]
 """Fields as arrays, which Ray sends without copies within a node; tensors of types that NumPy lacks."""
@@ -55,13 +58,24 @@ class RowReader:
 
     def __init__(self, source: bytes, split: str, *, num_kept: int, mark_every: int, start: Callable[[], str] = str) -> None:
         self._source: DataSource = cloudpickle.loads(source)
+        if self._source.directory != os.getcwd():
+            files_start_at(self._source.directory)
         self._split = split
-        self._collate = self._source.collator()
-        self._rows = self._source.open(split, mark_every=mark_every, start=Position.from_text(start()))
+        self._mark_every, self._start = mark_every, start
         self._num_kept = num_kept
         self._kept: OrderedDict[tuple[int, int], dict[str, Tensor]] = OrderedDict()
         self._form: dict[str, tuple[list[int], torch.dtype]] = {}
         self._lock = threading.Lock()
+
+    # Both are made when they are asked for first: an error of the user's functions is an answer, not the end of the process.
+
+    @cached_property
+    def _collate(self) -> Collate:
+        return self._source.collator()
+
+    @cached_property
+    def _rows(self) -> RowSource:
+        return self._source.open(self._split, mark_every=self._mark_every, start=Position.from_text(self._start()))
 
     @property
     def is_stream(self) -> bool:
@@ -70,8 +84,8 @@ class RowReader:
 
     @property
     def num_rows(self) -> int | None:
-        """Rows of an epoch; `None` for a stream."""
-        return None if isinstance(self._rows, RowStream) else len(self._rows)
+        """Rows of an epoch; `None` for a stream that does not know."""
+        return self._rows.num_rows if isinstance(self._rows, RowStream) else len(self._rows)
 
     def rows(self, first: int, count: int, share: tuple[float, float]) -> Packed:
         """Return a share of the fields of `count` rows from number `first` on.

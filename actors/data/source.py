@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -35,12 +36,14 @@ class DataSource:
         collate: Makes fields from a list of rows, or its name; `None` to stack fields of one shape.
         options: Keyword arguments of functions by name.
         seed: Orders and seeds the rows.
+        directory: Where relative paths of the user's files start.
     """
 
     data: Mapping[str, Any]
     collate: Collate | str | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
     seed: int = 0
+    directory: str = field(default_factory=os.getcwd)
 
     @classmethod
     def of(cls, config: DataConfig, *, seed: int) -> DataSource:
@@ -83,7 +86,11 @@ class DataSource:
         if is_table(data):
             return RowTable(Columns(data) if isinstance(data, Mapping) else data, seed=self.seed, split=split)
         opened = [data]
-        return RowStream(lambda: opened.pop() if opened else open_data(), seed=self.seed, mark_every=mark_every, start=start)
+        dataset: Any = data.dataset if isinstance(data, DataLoader) else None
+        num_rows = len(dataset) if is_table(dataset) else None
+        return RowStream(
+            lambda: opened.pop() if opened else open_data(), seed=self.seed, mark_every=mark_every, start=start, num_rows=num_rows
+        )
 
     def _opener(self, split: str) -> Callable[[], Any]:
         what, data = _KEYS[split], self.data[split]

@@ -70,12 +70,22 @@ class RowStream:
         seed: Seeds what the iteration draws from the generators of Python, NumPy and torch, by epoch and by row.
         mark_every: Rows between two positions that are remembered.
         start: Where to begin.
+        num_rows: Rows of an epoch, where that is known.
 
     Raises:
         ConfigError: An epoch has no row.
     """
 
-    def __init__(self, open_data: Callable[[], Any], *, seed: int, mark_every: int, start: Position | None = None) -> None:
+    def __init__(
+        self,
+        open_data: Callable[[], Any],
+        *,
+        seed: int,
+        mark_every: int,
+        start: Position | None = None,
+        num_rows: int | None = None,
+    ) -> None:
+        self.num_rows = num_rows
         self._open = open_data
         self._seed = seed
         self._mark_every = mark_every

@@ -11,7 +11,7 @@ from rich.progress import BarColumn, SpinnerColumn, TextColumn, TimeElapsedColum
 from rich.progress import Progress as Bar
 
 from raypipe.callbacks.base import Callback
-from raypipe.callbacks.events import End, Run, Window
+from raypipe.callbacks.events import End, Evaluation, Run, Window
 from raypipe.show.console import progress_console
 
 _QUIET_S = 15.0
@@ -46,6 +46,10 @@ class Progress(Callback):
         """See `Callback`."""
         self.display.window(run, window)
 
+    def on_evaluation(self, run: Run, evaluation: Evaluation) -> None:
+        """See `Callback`."""
+        self.display.evaluated = evaluation.update
+
     def on_end(self, run: Run, end: End) -> None:
         """See `Callback`."""
         self.close()
@@ -73,6 +77,8 @@ class _Display:
         )
         self.bar = self.updates.add_task("", total=None)
         self.has_updates = False
+        self.evaluated: int | None = None
+        """The update behind which the newest evaluation was."""
         self.step_text, self.step_began_s = "", time.monotonic()
         self._live = Live(self, console=console, refresh_per_second=4, transient=True) if console.is_terminal else None
         self._ended = threading.Event()
@@ -101,8 +107,10 @@ class _Display:
 
     def window(self, run: Run, window: Window) -> None:
         self.has_updates = True
-        validation = "-" if window.validation_loss is None else f"{window.validation_loss:.3f}"
         speed = f"{window.samples_per_s:,.0f} rows/s" if window.tokens_per_s is None else f"{window.tokens_per_s:,.0f} tokens/s"
+        validation = "-" if window.validation_loss is None else f"{window.validation_loss:.3f}"
+        if window.validation_loss is not None and self.evaluated not in {None, window.update}:
+            validation += f" (update {self.evaluated})"
         text = f"loss {window.loss:.3f}  validation {validation}  {speed}"
         if self._live is not None:
             self.updates.update(self.bar, completed=window.update, description=text)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib
+import os
 from collections.abc import Sequence
+from pathlib import Path
 from typing import cast
 
 import click
@@ -59,8 +61,15 @@ def commands(context: click.Context) -> None:
         click.echo(context.get_help())
 
 
+def _send_token() -> None:
+    # Ray 2.60 lets clusters ask for a token where there is one; processes send theirs only if they are told to before Ray is loaded.
+    if "RAY_AUTH_MODE" not in os.environ and Path("~/.ray/auth_token").expanduser().is_file():
+        os.environ["RAY_AUTH_MODE"] = "token"
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command, by default that of the process, and return the exit code."""
+    _send_token()
     try:
         result = commands.main(args=None if arguments is None else list(arguments), prog_name="raypipe", standalone_mode=False)
     except click.Abort:  # click's word for Ctrl-C

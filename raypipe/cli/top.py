@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import logging
-import os
 import time
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -57,12 +55,6 @@ def _screen(run: str, devices: list[WatchedDevice]) -> Group:
     return Group(table, *(["", "waiting", *lines] if lines else []))
 
 
-def _send_token() -> None:
-    # A cluster that `raypipe train` starts asks for a token; other processes send theirs only if they are told to (Ray 2.60).
-    if "RAY_AUTH_MODE" not in os.environ and Path("~/.ray/auth_token").expanduser().is_file():
-        os.environ["RAY_AUTH_MODE"] = "token"
-
-
 @click.command(epilog=example("raypipe top", "raypipe top gpt-2 --address 10.0.0.1:6379", "raypipe top gpt-2 --json"))
 @click.argument("run", required=False)
 @click.option("--address", help="Ray cluster on which the run is.  [default: RAY_ADDRESS, else the one on this machine]")
@@ -75,7 +67,6 @@ def top(run: str | None, *, address: str | None, interval_s: float, once: bool, 
     RUN is the name of the run's folder; without it, the only run on the cluster. Each look asks every device once, in a thread beside
     its work.
     """
-    _send_token()
     from raypipe.cluster.session import session  # noqa: PLC0415  # loads Ray
     from raypipe.cluster.watching import RunWatch  # noqa: PLC0415
 

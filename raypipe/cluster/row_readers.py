@@ -17,6 +17,7 @@ from raypipe.config import TrainConfig
 from raypipe.data.samples import Split
 from raypipe.errors import RaypipeError, RunError
 
+_MOST_SENT_ALONG = 64 << 10  # bytes of the data that a reader is started with
 _MOST_CALLS = 64  # that a reader answers at once: those of all stages, most of them waiting
 
 
@@ -35,7 +36,9 @@ class RowReaders:
         schedule, data = config.schedule, config.data
         self._is_stream = is_stream
         self._prefetch, self._timeout_s = data.prefetch, config.cluster.message_timeout_s
-        packed = self._packed = ray.put(source.packed())  # kept, since a reader that starts again takes it once more
+        # Kept, since a reader that starts again takes it once more. Ray warns of what it must fetch for that: small data goes along.
+        content = source.packed()
+        packed = self._packed = content if len(content) <= _MOST_SENT_ALONG else ray.put(content)
         here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=True)
         options = {"num_cpus": 0, "max_concurrency": _MOST_CALLS, "max_restarts": -1, "max_task_retries": -1}
         make = ray.remote(RowReader).options(scheduling_strategy=here, **options).remote

@@ -22,6 +22,9 @@ def announce(config: TrainConfig, strategy: Strategy, *, num_parameters: int, nu
         f"{num_parameters / 1e6:.2f} M parameters on {counted(num_devices, 'device')}, schedule {schedule.name}, precision "
         f"{config.model.precision}"
     )
+    size = config.schedule
+    num_rows = size.num_microbatches * size.microbatch_size
+    notice(f"{num_rows} rows an update: {counted(size.num_microbatches, 'microbatch')} of {size.microbatch_size}")
     notice(f"layers of each stage: {' '.join(str(len(layers)) for layers in strategy.cut.stages)}")
     notice(f"predicted {predicted.update_s:.3f} s per update, bubble {predicted.bubble_ratio:.1%}")
     mean_delay = metrics(schedule).mean_delay

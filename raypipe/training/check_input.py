@@ -8,7 +8,7 @@ from raypipe.actors.stage.optimizers import check_patterns
 from raypipe.config import Precision, TrainConfig
 from raypipe.model import Model
 from raypipe.training.check_layers import DraftLayers
-from raypipe.training.check_rows import CheckedRows, check_rows, rows_of_batches, tell_epochs
+from raypipe.training.check_rows import CheckedRows, check_rows, rows_of_batches, tell_epochs, tell_evaluations
 from raypipe.training.checks import check_data
 from raypipe.training.run_cluster import Notice
 
@@ -28,6 +28,7 @@ def check_run_rows(
         found = rows_of_batches(rows, model)._replace(tokens_per_row=num_tokens if num_tokens > 1 else None)
     if not is_done:
         tell_epochs(found.num_rows, config, notice=notice)
+        tell_evaluations(found.num_eval_rows, config, notice=notice)
     return found
 
 

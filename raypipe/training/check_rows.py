@@ -35,12 +35,14 @@ class CheckedRows(NamedTuple):
         is_stream: Whether they can only be read one after the other.
         tokens_per_row: Tokens of each, if they have tokens.
         num_rows: Rows of an epoch; `None` if that is not known.
+        num_eval_rows: Rows for evaluations; `None` if that is not known.
         first: The first microbatch; empty if it can be read on the cluster only.
     """
 
     is_stream: bool = False
     tokens_per_row: int | None = None
     num_rows: int | None = None
+    num_eval_rows: int | None = None
     first: Batch = MappingProxyType({})
 
 
@@ -64,8 +66,9 @@ def check_rows(source: DataSource, model: Model, *, microbatch_size: int) -> Che
             batch = unpacked(reader.rows(0, microbatch_size, WHOLE))
             _check_fields(batch, model, where=f"the {split} data")
             lengths = [batch[name].shape[1] for name in _TOKENS if name in batch and batch[name].dim() == 2]
-            found[split] = CheckedRows(reader.is_stream, next(iter(lengths), None), reader.num_rows, batch)
-    return found[Split.TRAIN]
+            found[split] = CheckedRows(reader.is_stream, next(iter(lengths), None), reader.num_rows, first=batch)
+    of_evaluations = found.get(Split.VALIDATION)
+    return found[Split.TRAIN]._replace(num_eval_rows=None if of_evaluations is None else of_evaluations.num_rows)
 
 
 def rows_of_batches(batches: BatchFunction, model: Model) -> CheckedRows:
@@ -115,6 +118,20 @@ def tell_epochs(num_rows: int | None, config: TrainConfig, *, notice: Callable[[
             f"the training data has {num_rows} rows, which is {num_rows / per_update:.4g} updates: {num_updates} updates read it "
             f"{num_updates * per_update / num_rows:.3g} times"
         )
+
+
+def tell_evaluations(num_rows: int | None, config: TrainConfig, *, notice: Callable[[str], None]) -> None:
+    """Tell `notice` where evaluations leave out some rows that there are for them, or read some twice."""
+    size = config.schedule.microbatch_size
+    num_read = config.data.num_validation_microbatches * size
+    if not num_read or num_rows in {None, num_read}:
+        return
+    assert num_rows is not None, "it is known"
+    whole = max(num_rows // size, 1)
+    some = f"the first {num_read} of {num_rows} rows" if num_read < num_rows else f"{num_read} rows of {num_rows}, some of them twice"
+    if whole != config.data.num_validation_microbatches:
+        some += f"; data.num_validation_microbatches={whole} would read {'all' if whole * size == num_rows else whole * size}"
+    notice(f"an evaluation reads {some}")
 
 
 def _check_fields(batch: Batch, model: Model, *, where: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import math
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pyarrow.parquet as pq
@@ -60,14 +61,17 @@ def test_without_a_terminal_progress_is_plain_lines_that_tell_long_steps(
     progress.on_window(seen, window([1.0], first_update=9, num_updates=100, tokens_per_s=None))
     time.sleep(0.3)
     progress.on_window(seen, window([1.0], first_update=10, num_updates=100))
-    progress.on_end(seen, End(11))
+    progress.on_evaluation(seen, Evaluation(11, 0.5))
+    progress.on_window(seen, replace(window([1.0], first_update=11, num_updates=100), validation_loss=0.5))
+    progress.on_end(seen, End(12))
     progress.close()
     told = capsys.readouterr().err.splitlines()
     assert told[0] == "starting 4 actors"
     assert told.count("starting 4 actors: 0 s so far") >= 2
     assert "update 10/100  loss 1.000  validation -  9 rows/s  left 3:00" in told
     assert told.count("training after update 10: 0 s so far") >= 2
-    assert told[-1] == "update 11/100  loss 1.000  validation -  900 tokens/s  left 2:58"
+    assert "update 11/100  loss 1.000  validation -  900 tokens/s  left 2:58" in told
+    assert told[-1] == "update 12/100  loss 1.000  validation 0.500 (update 11)  900 tokens/s  left 2:56"
 
 
 def stopped_after(callback: EarlyStopping, seen: Run, losses: list[float]) -> int | None:

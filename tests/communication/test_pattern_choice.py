@@ -10,7 +10,17 @@ from dataclasses import replace
 import pytest
 
 from raypipe.artifacts.topology import ClusterTopology, Device, Link, Node, NodeLink, SharedLink
-from raypipe.communication.pattern_choice import LinkPath, PathOf, best_pattern, candidates, exchange, ring_time, sum_pattern, sum_time
+from raypipe.communication.pattern_choice import (
+    LinkPath,
+    PathOf,
+    best_pattern,
+    candidates,
+    exchange,
+    exchange_s,
+    ring_time,
+    sum_pattern,
+    sum_time,
+)
 from raypipe.communication.patterns import MOST_MESHED, Pattern, direct, ring
 
 RATE = 25e6
@@ -124,6 +134,24 @@ def test_none_of_the_candidates_is_quicker(slow: dict[tuple[int, int], float], d
     nodes, path = members_of(topology, [device.name for device in topology.devices])
     best_s = sum_time(best_pattern(nodes, path, BYTES), nodes, path).seconds(BYTES)
     assert all(sum_time(pattern, nodes, path).seconds(BYTES) >= 0.999 * best_s for pattern in candidates(nodes, path))
+
+
+def test_a_member_behind_a_slow_port_is_a_leaf_of_a_tree() -> None:
+    topology = cluster(4, ports={1: RATE / 10})
+    nodes, path = members_of(topology, [device.name for device in topology.devices])
+    pattern = chosen(topology)
+    assert len(pattern.neighbors[1]) == 1
+    # It sends and takes all numbers once, as shares or totals; in a ring three quarters of them twice.
+    assert sum_time(pattern, nodes, path).s_per_byte == pytest.approx(1 / (RATE / 10))
+    assert sum_time(ring(range(4)), nodes, path).s_per_byte == pytest.approx(1.5 / (RATE / 10))
+
+
+def test_small_numbers_of_many_members_go_around_the_ring() -> None:
+    count = MOST_MESHED + 1
+    topology = cluster(count)
+    _, path = members_of(topology, [device.name for device in topology.devices])
+    assert exchange_s(count, path) == pytest.approx((count - 1) * LATENCY_S)
+    assert exchange_s(MOST_MESHED, path) == LATENCY_S
 
 
 def test_a_large_group_has_its_ring() -> None:

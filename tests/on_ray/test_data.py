@@ -196,7 +196,7 @@ def test_readers_ahead_hide_what_a_loader_takes_behind_other_work(tmp_path: Path
     assert waits[4] < 0.6 * waits[1]
 
 
-def test_a_configuration_names_functions_for_rows_evaluations_and_collation(tmp_path: Path) -> None:
+def test_a_configuration_names_functions_in_files_of_the_drivers_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "rows.py").write_text(
         "import torch\n"
         "def rows(num, seed):\n"
@@ -206,13 +206,25 @@ def test_a_configuration_names_functions_for_rows_evaluations_and_collation(tmp_
         "    return {'inputs': torch.stack([x for x, _ in rows]), 'targets': torch.stack([y for _, y in rows])}\n",
         encoding="utf-8",
     )
-    file = tmp_path / "rows.py"
+    (tmp_path / "own.py").write_text(
+        "import torch\n"
+        "from raypipe.models.mlp import mlp\n"
+        "def model():\n"
+        "    return mlp(num_layers=4, dtype='float64')\n"
+        "class Plain(torch.optim.SGD):\n"
+        "    pass\n"
+        "def constant(update, num_updates):\n"
+        "    return 1.0\n",
+        encoding="utf-8",
+    )
+    monkeypatch.chdir(tmp_path)  # the processes of the cluster work elsewhere
     config = TrainConfig(
-        model=ModelConfig(function="raypipe.models.mlp:mlp", options={"num_layers": 4, "dtype": "float64"}),
+        model=ModelConfig(function="own.py:model"),
+        optimizer=OptimizerConfig(name="own.py:Plain", learning_rate_schedule="own.py:constant", learning_rate=0.05),
         data=DataConfig(
-            train=f"{file}:rows",
-            eval=f"{file}:rows",
-            collate=f"{file}:pairs",
+            train="rows.py:rows",
+            eval="rows.py:rows",
+            collate="rows.py:pairs",
             options={"num": 40, "seed": 2},
             num_validation_microbatches=2,
         ),

@@ -42,6 +42,28 @@ def alike(*, output_bytes: int = 16_000_000, parameter_bytes: int = 0, memory_by
     return Problem(profile, ClusterTopology(name="two", nodes=nodes, links=links), 16, 8)
 
 
+@pytest.mark.parametrize(
+    "workers",
+    [((0, 4), (1, 5), (2, 6), (3, 7)), ((0, 1, 4, 5), (2, 3, 6, 7)), ((0, 1), (2, 3), (4, 5), (6, 7)), (tuple(range(8)),)],
+    ids=str,
+)
+def test_sums_of_several_workers_share_the_wire_between_their_nodes(workers: tuple[tuple[int, ...], ...]) -> None:
+    nodes = tuple(
+        Node(name=name, devices=tuple(Device(f"{name}/{at}", "cpu") for at in range(4)), link=NodeLink(bandwidth_bytes_per_s=GB))
+        for name in "ab"
+    )
+    topology = ClusterTopology(name="two", nodes=nodes, default_link=NodeLink(bandwidth_bytes_per_s=10e6, latency_s=1e-4))
+    profile = ModelProfile.uniform(
+        8, microbatch_size=8, parameter_bytes=20_000_000, output_bytes=10_000, forward_s=0.02, backward_s=0.04, weight_grad_s=0.02
+    )
+    problem = Problem(profile, topology, 40, 8)
+    layout = Layout(tuple(8 * at // len(workers) for at in range(len(workers) + 1)), workers)
+    exact, merged = LayoutEvaluator(problem).simulate(layout), MergedEvaluator(problem).simulate(layout)
+    assert exact is not None
+    assert merged is not None
+    assert merged.update_s == pytest.approx(exact.update_s, rel=0.02)
+
+
 LAYOUT = Layout((0, 8, 12), ((0, 1, 2, 3), (4, 5, 6, 7)))
 
 

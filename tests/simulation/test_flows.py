@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -11,11 +12,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raypipe.artifacts.topology import ClusterTopology, Path
-from raypipe.artifacts.trace import Dimension, SpanKind, dimension
+from raypipe.artifacts.profile import ModelProfile
+from raypipe.artifacts.topology import ClusterTopology, Device, Node, NodeLink, Path
+from raypipe.artifacts.trace import Dimension, SpanKind, Trace, dimension
 from raypipe.communication.policy import HOLD_S, Communication, Traffic
+from raypipe.planning.evaluator import LayoutEvaluator
+from raypipe.planning.layout import Layout
+from raypipe.planning.problem import Problem
+from raypipe.schedules.builders import synchronous_pipelines
 from raypipe.schedules.catalogue import build
-from raypipe.schedules.ir import UpdateScope
+from raypipe.schedules.ir import Op, OpKind, UpdateScope
 from raypipe.schedules.lower import Placement, lower
 from raypipe.schedules.request import ScheduleRequest
 from raypipe.simulation.cost import Cost, StageCost
@@ -55,6 +61,7 @@ class Clock:
         now_s: float = 0.0,
         *,
         links: Sequence[str] = ("link",),
+        path: Path | None = None,
         way: object = 0,
         traffic: Traffic = Traffic.SUM,
         deadline: int = 0,
@@ -64,7 +71,7 @@ class Clock:
         def end(begun_s: float, end_s: float) -> None:
             self.begins[name], self.ends[name] = begun_s, end_s
 
-        path = Path(0.0, LINK, tuple((link, LINK) for link in links))
+        path = path or Path(0.0, LINK, tuple((link, LINK) for link in links))
         self.network.submit(way, path, num_bytes, now_s, traffic=traffic, deadline=deadline, on_end=end)
 
 
@@ -273,3 +280,59 @@ def test_messages_of_one_link_pass_one_by_one_while_others_sum() -> None:
     gradients = sorted((span.start_s, span.end_s - 0.25) for span in trace.by_link[1, 0])
     assert len(gradients) == 8
     assert all(later[0] == pytest.approx(earlier[1]) for earlier, later in itertools.pairwise(gradients))
+
+
+def test_a_path_that_passes_a_link_twice_takes_twice_of_it() -> None:
+    # A route that enters and leaves a radio has half of its rate; whichever is first, both together take what they need of it.
+    for order in (("twice", "once"), ("once", "twice")):
+        clock = Clock(FAIR)
+        for way, name in enumerate(order):
+            path = Path(0.0, LINK / 2, (("radio", LINK / 2),)) if name == "twice" else Path(0.0, LINK, (("radio", LINK),))
+            clock.submit(name, LINK, path=path, way=way)
+        clock.until(math.inf)
+        assert clock.ends["twice"] == pytest.approx(3.0)
+        assert clock.ends["once"] == pytest.approx(3.0)
+
+
+def _device_of_two_sums(num_bytes: int, *, message_bytes: int = 1000) -> Trace:
+    """Device 0 holds copies of both stages of two pipelines, with device 2 and with device 1; each pair has a wire of its own."""
+    forward, backward = OpKind.FORWARD, OpKind.BACKWARD
+    programs = [
+        [Op(forward, 0, 0, 0), Op(forward, 1, 1, 1), Op(backward, 1, 1, 1), Op(backward, 0, 0, 0)],
+        [Op(forward, 1, 0, 0), Op(backward, 1, 0, 0)],
+        [Op(forward, 0, 1, 1), Op(backward, 0, 1, 1)],
+    ]
+    schedule = synchronous_pipelines(
+        "two", ScheduleRequest(3, 2, update_scope=UpdateScope.STAGE), pipelines=[(0, 1), (2, 0)], one_update=programs
+    )
+    topology = ClusterTopology.uniform(3, bandwidth_bytes_per_s=1e6, latency_s=0.0, devices_per_node=1)
+    names = [device.name for device in topology.devices]
+    stage = StageCost(forward_s=0.001, backward_s=0.001, weight_grad_s=0.0005, parameter_bytes=num_bytes)
+    cost = Cost(
+        stages={(device, number): stage for device, number in ((0, 0), (0, 1), (1, 1), (2, 0))},
+        edge_bytes={(0, 1): message_bytes},
+        path=lambda source, target: topology.path(names[source], names[target]),
+        devices=tuple(names),
+    )
+    return simulate_programs(lower(schedule, Placement.even(3)), cost, name="two")
+
+
+def test_sums_of_one_device_to_several_nodes_go_one_after_the_other() -> None:
+    trace = _device_of_two_sums(1_000_000)
+    first, second = (sorted(span for span in trace.by_link[link] if dimension(span.item) is Dimension.SUM)[-1] for link in ((0, 1), (0, 2)))
+    assert max(first.end_s, second.end_s) == pytest.approx(2.0, rel=0.02), "as the one way out of a node has it"
+
+
+def test_a_sum_with_a_hop_without_a_limit_takes_the_wires_of_its_other_hops() -> None:
+    def update_s(within: float | None) -> float:
+        local = NodeLink(latency_s=0.0, bandwidth_bytes_per_s=within)
+        nodes = tuple(Node(name=name, devices=tuple(Device(f"{name}{at}", "cpu") for at in range(2)), link=local) for name in "ab")
+        topology = ClusterTopology(name="two", nodes=nodes, default_link=NodeLink(latency_s=0.0, bandwidth_bytes_per_s=1e6))
+        profile = ModelProfile.uniform(
+            8, microbatch_size=4, parameter_bytes=1 << 20, output_bytes=10, forward_s=0.01, backward_s=0.02, weight_grad_s=0.01
+        )
+        evaluation = LayoutEvaluator(Problem(profile, topology, 4, 4)).simulate(Layout((0, 8), ((0, 1, 2, 3),)))
+        assert evaluation is not None
+        return evaluation.update_s
+
+    assert update_s(None) == pytest.approx(update_s(1e12), rel=1e-3)

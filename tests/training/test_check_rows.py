@@ -11,12 +11,15 @@ import numpy as np
 import pytest
 import ray
 import torch
+from torch.utils.data import DataLoader
 
-from raypipe.config import DataConfig, RunConfig
+from raypipe.actors.data.reader import RowReader
+from raypipe.actors.data.source import DataSource
+from raypipe.config import DataConfig, ModelConfig, RunConfig, ScheduleConfig, TrainConfig
 from raypipe.errors import ConfigError, FormatError
 from raypipe.model import Batch, Model
 from raypipe.models.mlp import mlp
-from raypipe.training.check_rows import rows_of_batches
+from raypipe.training.check_rows import check_rows, rows_of_batches, tell_evaluations
 from raypipe.training.trainer import Trainer
 
 ROWS: list[dict[str, Any]] = [{"inputs": np.zeros(16), "targets": np.zeros(16)} for _ in range(20)]
@@ -142,3 +145,32 @@ def test_a_cluster_that_batches_started_ends_with_the_check(was_connected: bool,
     assert True in connected[1:], "no batches were read"
     assert connected[-1] == was_connected, "a cluster that was there before stays, another one ends"
     assert connected[-1] is was_connected
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "told"),
+    [
+        (None, []),
+        (64, []),
+        (1000, ["an evaluation reads the first 64 of 1000 rows; data.num_validation_microbatches=125 would read all"]),
+        (70, ["an evaluation reads the first 64 of 70 rows"]),
+        (44, ["an evaluation reads 64 rows of 44, some of them twice; data.num_validation_microbatches=5 would read 40"]),
+    ],
+)
+def test_evaluations_that_leave_out_rows_or_read_some_twice_are_told(num_rows: int | None, told: list[str]) -> None:
+    config = TrainConfig(model=ModelConfig(function="m:f"), schedule=ScheduleConfig(microbatch_size=8), data=DataConfig(path="rows"))
+    notices: list[str] = []
+    tell_evaluations(num_rows, config, notice=notices.append)
+    assert notices == told
+
+
+def test_a_loader_over_a_dataset_tells_how_many_rows_it_has() -> None:
+    loader: DataLoader[Any] = DataLoader([{"inputs": np.zeros(16), "targets": np.zeros(16)}] * 20, batch_size=3)  # type: ignore[arg-type]
+    found = check_rows(DataSource({"train": loader, "validation": ROWS[:7]}), mlp(), microbatch_size=2)
+    assert (found.is_stream, found.num_rows, found.num_eval_rows) == (True, 20, 7)
+
+
+def test_a_function_that_fails_is_an_answer_of_the_reader_and_not_its_end() -> None:
+    reader = RowReader(DataSource({"train": "no_file.py:rows"}).packed(), "train", num_kept=2, mark_every=2)
+    with pytest.raises(ConfigError, match=r"data.train 'no_file.py:rows': there is no file 'no_file.py' in "):
+        reader.rows(0, 2, (0.0, 1.0))
