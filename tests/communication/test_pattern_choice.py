@@ -141,8 +141,8 @@ def test_a_member_behind_a_slow_port_is_a_leaf_of_a_tree() -> None:
     nodes, path = members_of(topology, [device.name for device in topology.devices])
     pattern = chosen(topology)
     assert len(pattern.neighbors[1]) == 1
-    # It sends and takes all numbers once, as shares or totals; in a ring three quarters of them twice.
-    assert sum_time(pattern, nodes, path).s_per_byte == pytest.approx(1 / (RATE / 10))
+    # It sends and takes all numbers once, as shares or totals, and its neighbor sends to one more; in a ring three quarters of them twice.
+    assert sum_time(pattern, nodes, path).s_per_byte == pytest.approx(1 / (RATE / 10) + 1 / RATE)
     assert sum_time(ring(range(4)), nodes, path).s_per_byte == pytest.approx(1.5 / (RATE / 10))
 
 

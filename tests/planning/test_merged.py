@@ -42,16 +42,13 @@ def alike(*, output_bytes: int = 16_000_000, parameter_bytes: int = 0, memory_by
     return Problem(profile, ClusterTopology(name="two", nodes=nodes, links=links), 16, 8)
 
 
-@pytest.mark.parametrize(
-    "workers",
-    [((0, 4), (1, 5), (2, 6), (3, 7)), ((0, 1, 4, 5), (2, 3, 6, 7)), ((0, 1), (2, 3), (4, 5), (6, 7)), (tuple(range(8)),)],
-    ids=str,
-)
+_PLACED = (((0, 4), (1, 5), (2, 6), (3, 7)), ((0, 1, 4, 5), (2, 3, 6, 7)), ((0, 1), (2, 3), (4, 5), (6, 7)), (tuple(range(8)),))
+
+
+@pytest.mark.parametrize("workers", _PLACED, ids=str)
 def test_sums_of_several_workers_share_the_wire_between_their_nodes(workers: tuple[tuple[int, ...], ...]) -> None:
-    nodes = tuple(
-        Node(name=name, devices=tuple(Device(f"{name}/{at}", "cpu") for at in range(4)), link=NodeLink(bandwidth_bytes_per_s=GB))
-        for name in "ab"
-    )
+    inside = NodeLink(bandwidth_bytes_per_s=GB, latency_s=0.0)
+    nodes = tuple(Node(name=name, devices=tuple(Device(f"{name}/{at}", "cpu") for at in range(4)), link=inside) for name in "ab")
     topology = ClusterTopology(name="two", nodes=nodes, default_link=NodeLink(bandwidth_bytes_per_s=10e6, latency_s=1e-4))
     profile = ModelProfile.uniform(
         8, microbatch_size=8, parameter_bytes=20_000_000, output_bytes=10_000, forward_s=0.02, backward_s=0.04, weight_grad_s=0.02
