@@ -8,6 +8,9 @@ and sums are real. Seconds of an update with a flush.
     two sums          two stages, each with a copy on either node: both sums pass the wire between them
     sum and messages  three stages by GPipe's order: the last one has a copy on either node and sums while gradients of earlier stages,
                       which pass the same wire, are still to come
+    sum and another   two stages, the second on two nodes: what these send to the first, and their sum, leave over wires of their own, one
+                      after the other
+    bad wires         data parallelism on four nodes; all wires but those along 2 - 0 - 3 - 1 have a tenth: the sum goes along a tree
     four chunks       interleaved on two workers of two nodes each: a worker's chunks sum over one wire
     cnn, planned      VGG-16 (PipeDream's profile; bytes over 40) on four nodes of two devices: raypipe's plan
     cnn, copies       the same as data parallelism, its sums in buckets that overlap the last backward
@@ -18,8 +21,9 @@ The last two give what raypipe's plan gains over data parallelism, promised and 
 from __future__ import annotations
 
 import argparse
+import itertools
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -33,7 +37,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the cluster in n
 
 from raypipe.artifacts.plan import Plan
 from raypipe.artifacts.profile import ModelProfile
-from raypipe.artifacts.topology import ClusterTopology, Device, Node, NodeLink
+from raypipe.artifacts.topology import ClusterTopology, Device, Link, Node, NodeLink
 from raypipe.planning.evaluator import Evaluation, LayoutEvaluator
 from raypipe.planning.layout import Layout
 from raypipe.planning.problem import Problem
@@ -49,8 +53,14 @@ LATENCY_S = 4e-4
 NUM_UPDATES = 2
 
 
-def nodes(count: int, devices: int) -> ClusterTopology:
+def rates(count: int, bad: Collection[tuple[int, int]]) -> dict[tuple[int, int], float]:
+    """Return the bytes per second of each wire; bad ones, in both directions, have a tenth."""
+    return {ends: WIRE_BYTES_PER_S / (10 if ends in bad or ends[::-1] in bad else 1) for ends in itertools.permutations(range(count), 2)}
+
+
+def nodes(count: int, devices: int, bad: Collection[tuple[int, int]] = ()) -> ClusterTopology:
     """Return equal nodes whose pairs have a wire each."""
+    of_pair = rates(count, bad)
     return ClusterTopology(
         name="wires",
         nodes=tuple(
@@ -60,6 +70,10 @@ def nodes(count: int, devices: int) -> ClusterTopology:
                 link=NodeLink(latency_s=1e-4, bandwidth_bytes_per_s=2e9),
             )
             for number in range(count)
+        ),
+        links=tuple(
+            Link(source=f"node{one}", target=f"node{other}", latency_s=LATENCY_S, bandwidth_bytes_per_s=of_pair[one, other] * GOODPUT)
+            for one, other in bad
         ),
         default_link=NodeLink(latency_s=LATENCY_S, bandwidth_bytes_per_s=WIRE_BYTES_PER_S * GOODPUT),
     )
@@ -90,18 +104,20 @@ def _uniform(num_layers: int, *, output_bytes: int, parameter_bytes: int) -> Mod
 
 @dataclass(frozen=True)
 class Case:
-    """A layout to rehearse; raypipe's or a baseline's where `layout` is a planner's name."""
+    """A layout to rehearse; raypipe's or a baseline's where `layout` is a planner's name. `bad` wires have a tenth of the others' rate."""
 
     profile: Callable[[], ModelProfile]
     num_nodes: int
     devices: int
     num_microbatches: int
     layout: Layout | str
+    bad: tuple[tuple[int, int], ...] = ()
 
     def evaluated(self) -> tuple[LayoutEvaluator, Evaluation]:
         """Return the simulated layout and who simulated it."""
         profile = self.profile()
-        evaluator = LayoutEvaluator(Problem(profile, nodes(self.num_nodes, self.devices), self.num_microbatches, profile.microbatch_size))
+        topology = nodes(self.num_nodes, self.devices, self.bad)
+        evaluator = LayoutEvaluator(Problem(profile, topology, self.num_microbatches, profile.microbatch_size))
         found = solve(evaluator, name=self.layout) if isinstance(self.layout, str) else evaluator.simulate(self.layout)
         assert found is not None, "these layouts are valid"
         return evaluator, found
@@ -122,6 +138,17 @@ CASES = {
         2,
         6,
         Layout((0, 2, 4, 6), ((0,), (2,), (1, 3)), "gpipe"),
+    ),
+    "sum and another": Case(
+        partial(_uniform, 4, output_bytes=1_000_000, parameter_bytes=8_000_000), 3, 1, 4, Layout((0, 2, 4), ((0,), (1, 2)), "1f1b")
+    ),
+    "bad wires": Case(
+        partial(_uniform, 4, output_bytes=1000, parameter_bytes=4_000_000),
+        4,
+        1,
+        4,
+        Layout((0, 4), ((0, 1, 2, 3),), "1f1b"),
+        bad=((0, 1), (1, 2), (2, 3)),
     ),
     "four chunks": Case(
         partial(_uniform, 8, output_bytes=100_000, parameter_bytes=4_000_000),
@@ -157,7 +184,7 @@ def measured(name: str, *, rounds: int) -> dict[str, Any]:
     result["estimated_s"] = evaluator.estimator.estimate_s(found.layout) if found.layout.has_estimate else None
     if rounds:
         plan = evaluator.plan(found, planner="given", lower_bound_s=0.0)
-        with on_nodes(case.num_nodes, case.devices, rates=WIRE_BYTES_PER_S) as (machines, commands):
+        with on_nodes(case.num_nodes, case.devices, rates=rates(case.num_nodes, case.bad)) as (machines, commands):
             runs = in_rounds({name: partial(rehearsed_s, machines, commands, plan)}, num_rounds=rounds)
         result["rehearsed_s"] = Summary.of(runs[name])
     return result

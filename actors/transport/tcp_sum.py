@@ -32,7 +32,7 @@ from raypipe.actors.transport.tcp_channel import plain
 from raypipe.actors.transport.tcp_link import HEADER, Kind, Link
 from raypipe.actors.transport.tcp_receiver import Receiver
 from raypipe.actors.transport.tcp_sender import Sender
-from raypipe.communication.patterns import Part, Pattern, slice_starts
+from raypipe.communication.patterns import Part, Pattern, Route, slice_starts
 from raypipe.communication.policy import Traffic
 from raypipe.communication.shards import Segment, gathered, reduced, slice_owners
 from raypipe.errors import TransportTimeoutError
@@ -100,18 +100,31 @@ def _identity(collective: Collective, number: int) -> int:
 
 
 class _Ways(NamedTuple):
-    """Where the slices of a vector start, with its end, and what a member does with each."""
+    """Where the slices of a vector start, with its end, what a member does with each, and in which order it begins with them."""
 
     starts: Sequence[int]
     parts: tuple[Part, ...]
+    order: tuple[int, ...]
 
 
 @lru_cache(maxsize=256)
 def _ways(pattern: Pattern, position: int, numel: int, segments: tuple[Segment, ...], *, gathers: bool) -> _Ways:
     if not segments:
-        return _Ways(slice_starts(numel, pattern.num_members), tuple(route.part(position) for route in pattern.routes))
-    pieces = gathered(pattern, segments) if gathers else reduced(pattern, numel, segments)
-    return _Ways([*(piece.start for piece in pieces), numel], tuple(piece.route.part(position) for piece in pieces))
+        starts, routes = slice_starts(numel, pattern.num_members), pattern.routes
+    else:
+        pieces = gathered(pattern, segments) if gathers else reduced(pattern, numel, segments)
+        starts, routes = [*(piece.start for piece in pieces), numel], tuple(piece.route for piece in pieces)
+    return _Ways(starts, tuple(route.part(position) for route in routes), _order(pattern, position, routes))
+
+
+def _order(pattern: Pattern, position: int, routes: Sequence[Route]) -> tuple[int, ...]:
+    # Each member begins with another slice, so that they do not all send to one; along a tree with that whose total comes from farthest,
+    # so that totals come back while shares of others still leave.
+    first = position * len(routes) // pattern.num_members
+    order = (*range(first, len(routes)), *range(first))
+    if not pattern.edges:
+        return order
+    return tuple(sorted(order, key=lambda number: -routes[number].num_hops(position)))
 
 
 @lru_cache(maxsize=256)
@@ -255,11 +268,12 @@ class TcpSum:
         if places.numel * self._summed.itemsize <= _SMALL_BYTES and not gathers:
             starts = [number * numel for number in range(num_members + 1)]
             parts = _exchanged(group.exchange, group.position)
+            self._order = tuple(range(num_members))
             self._shares = self._summed.new_zeros(num_members, numel)
             self._shares[group.position] = self._summed
         else:
             ways = _ways(group.pattern, group.position, places.numel, segments, gathers=gathers)
-            starts, parts = [places.num_before(start) for start in ways.starts], ways.parts
+            starts, parts, self._order = [places.num_before(start) for start in ways.starts], ways.parts, ways.order
             text += f" ({group.pattern}{', to owners' if segments else ''})"
         # Numpy has no bfloat16, to which nothing is added.
         numbers = self._summed.view(torch.uint8) if gathers else self._summed
@@ -310,9 +324,7 @@ class TcpSum:
             source.link.expect(self.identity, source)
         if any(link.tasks for link in sources):
             group.receiver.wake()
-        # Each member begins with another slice, so that they do not all send to one.
-        first = group.position * len(slices) // len(group.members)
-        for number in (*range(first, len(slices)), *range(first)):
+        for number in self._order:
             each = slices[number]
             if not each.part.sources and (each.part.share_to or not each.part.total_from):
                 self._forward(each.on, self._starts[number + 1])

@@ -67,6 +67,13 @@ class Route:
     shares: tuple[Hop, ...]
     totals: tuple[Hop, ...]
 
+    def num_hops(self, member: int) -> int:
+        """Return over how many hops a member's share goes to the owner."""
+        next_of, count = dict(self.shares), 0
+        while member in next_of:
+            member, count = next_of[member], count + 1
+        return count
+
     def part(self, member: int) -> Part:
         """Return what a member does with the slice."""
         return Part(

@@ -305,8 +305,9 @@ class Cost:
         return self.merged(collective.devices[0], collective)
 
     def sum_latency_s(self, collective: Collective) -> float:
-        """Return the latencies on the longest way of a slice of a sum, which has several members."""
-        return self._sum_time(collective).latency_s
+        """Return the latencies on the longest way of a slice of a sum of several members, and how long shares wait for each other."""
+        time = self._sum_time(collective)
+        return time.latency_s + time.waiting_s_per_byte * self.collective_bytes(collective)
 
     def _sum_time(self, collective: Collective) -> SumTime:
         members, owners, pattern = collective.devices, self.owners(collective), self.pattern(collective)
