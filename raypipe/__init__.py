@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from raypipe.schedule_registry import build_schedule
     from raypipe.simulation.simulator import simulate
     from raypipe.training.result import Result
+    from raypipe.training.trained import TrainedModel, load
     from raypipe.training.trainer import Trainer
 
 __version__ = "0.1.0"
@@ -63,6 +64,8 @@ _HOME = {
     "Layer": "model",
     "Model": "model",
     "Result": "training.result",
+    "TrainedModel": "training.trained",
+    "load": "training.trained",
     "Trainer": "training.trainer",
 }
 
@@ -87,9 +90,11 @@ __all__ = [
     "ScheduleConfig",
     "Trace",
     "TrainConfig",
+    "TrainedModel",
     "Trainer",
     "WeightGroup",
     "build_schedule",
+    "load",
     "plan",
     "simulate",
 ]

@@ -90,6 +90,12 @@ class Checkpoint:
             raise max(problems, key=lambda problem: problem[0])[1]
         return None
 
+    @staticmethod
+    def best_of(checkpoints: Iterable[Checkpoint], by: str) -> Checkpoint | None:
+        """Return the checkpoint with the least of a loss, of equals the newest; `None` where none was saved with that loss."""
+        scored = [checkpoint for checkpoint in checkpoints if by in checkpoint.index.metrics]
+        return min(scored, key=lambda checkpoint: (checkpoint.index.metrics[by], -checkpoint.index.update), default=None)
+
     @classmethod
     def finish(cls, path: str | os.PathLike[str] | Storage, index: CheckpointIndex) -> Checkpoint:
         """Make a folder with the files of all layers a finished checkpoint; raises `OSError`."""
@@ -146,10 +152,17 @@ def load_modules(checkpoint: Checkpoint, model: Model) -> list[nn.Module]:
         weights = checkpoint.load_weights(index)
         file = f"{checkpoint.path}/{layer_file(index, layer.name)}"
         expected = {name.partition(".")[2]: tensor for name, tensor in state.items() if name.partition(".")[0] == str(index)}
-        if {name: tensor.shape for name, tensor in expected.items()} != {name: tensor.shape for name, tensor in weights.items()}:
-            raise FormatError(file, "", f"is of another model: it has {sorted(weights)}, the layer {sorted(expected)}")
+        _check_same(file, weights, expected)
         module.load_state_dict(weights, strict=False)  # a tied weight has one of its names there
     return modules
+
+
+def _check_same(file: str, weights: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
+    for name in sorted(weights.keys() | expected.keys()):
+        saved, built = (f"has the shape {list(state[name].shape)}" if name in state else "is missing" for state in (weights, expected))
+        if saved != built:
+            problem = f"the file is of another model: this weight {saved} there, and {built} in the layer"
+            raise FormatError(file, name, f"{problem}; check the model's function and options")
 
 
 def load_stages(folder: str | os.PathLike[str] | Storage, stages: Iterable[Weights]) -> None:

@@ -68,6 +68,12 @@ class Storage:
         base, question, options = self.name.partition("?") if not self.is_local else (self.name, "", "")
         return Storage(f"{base}/{name}{question}{options}", self.filesystem, f"{self.path}/{name}" if self.path else name)
 
+    @property
+    def parent(self) -> Storage:
+        """The folder that it is in."""
+        base, question, options = self.name.partition("?") if not self.is_local else (self.name, "", "")
+        return Storage(f"{base.rpartition('/')[0]}{question}{options}", self.filesystem, self.path.rpartition("/")[0])
+
     def make(self) -> None:
         """Make the folder and those above it, if they are missing; raises `OSError`."""
         self.filesystem.create_dir(self.path, recursive=True)

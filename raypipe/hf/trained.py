@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from raypipe.actors.stage.checkpoint import Checkpoint
-from raypipe.artifacts.checkpoint_files import finished_folders
 from raypipe.errors import ConfigError, FormatError
 from raypipe.models.huggingface.layers import quiet
 from raypipe.models.huggingface.model import Described, describe
 from raypipe.models.huggingface.source import library
 from raypipe.training.run_folder import RunFolder
+from raypipe.training.trained import chosen_checkpoint
 from raypipe.user_code import HUGGING_FACE
 
 Run = str | os.PathLike[str]
@@ -54,11 +54,11 @@ class Trained:
         model = folder.config.model
         if not model.function.startswith(HUGGING_FACE):
             raise ConfigError(
-                f"{folder.name} is a run of {model.function!r}, which is no model of Hugging Face (hf:...); its checkpoints are read by "
-                "raypipe.actors.stage.checkpoint.load_modules"
+                f"{folder.name} is a run of {model.function!r}, which is no model of Hugging Face (hf:...); load it by raypipe.load"
             )
         options = {name: value for name, value in model.options.items() if name != "weights"}
-        return cls(_checkpoint(folder, checkpoint), describe(model.function.removeprefix(HUGGING_FACE), **options))
+        chosen = chosen_checkpoint(folder.storage, "newest" if checkpoint is None else checkpoint)
+        return cls(chosen, describe(model.function.removeprefix(HUGGING_FACE), **options))
 
     def model(self) -> Any:
         """Return the model; raises `FormatError` if the checkpoint is damaged or of another model."""
@@ -87,17 +87,3 @@ class Trained:
         for index in range(len(self.checkpoint.index.layers)):
             weights |= self.checkpoint.load_weights(index)
         return weights
-
-
-def _checkpoint(folder: RunFolder, update: int | None) -> Checkpoint:
-    if update is None:
-        newest = Checkpoint.latest(folder.storage)
-        if newest is None:
-            raise ConfigError(f"{folder.name} has no checkpoint yet; set run.checkpoint_every, or wait for the end of the run")
-        return newest
-    found = {checkpoint.index.update: checkpoint for checkpoint in map(Checkpoint.open, finished_folders(folder.storage))}
-    if update not in found:
-        there = ", ".join(map(str, sorted(found))) or "none"
-        raise ConfigError(f"{folder.name} has no checkpoint after update {update}; it has {there}")
-    found[update].check()
-    return found[update]

@@ -292,10 +292,8 @@ class Checkpoints:
         # Checkpoints that cannot be read are neither counted nor removed.
         found = sorted(self._readable(), key=lambda checkpoint: checkpoint.index.update)
         kept = {checkpoint.path for checkpoint in found[-keep:]}
-        if by is not None:
-            scored = [checkpoint for checkpoint in found if by in checkpoint.index.metrics]
-            # Of equals the newest.
-            kept |= {min(reversed(scored), key=lambda checkpoint: checkpoint.index.metrics[by]).path} if scored else set()
+        if by is not None and (best := Checkpoint.best_of(found, by)) is not None:
+            kept.add(best.path)
         for checkpoint in found:
             if checkpoint.path not in kept:
                 remove_checkpoint(checkpoint.folder)

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Literal
 
 from raypipe.actors.stage.checkpoint import Checkpoint
 from raypipe.analysis.comparison import ComparedFigure
 from raypipe.artifacts.plan import Plan
 from raypipe.callbacks.events import RecoveredFailure
+from raypipe.errors import ConfigError
+from raypipe.model import Model
+from raypipe.training.trained import TrainedModel, load
 
 Resume = bool | Literal["auto"]
 """Whether a run goes on from a checkpoint; `auto` where there is a run of its name, which then need not have one."""
@@ -35,6 +39,7 @@ class Result:
         recoveries: Failures that the run has recovered from.
         stop_reason: Why a callback ended the run before its last update; empty if none did.
         callback_errors: What callbacks raised that the run went on without.
+        model: Returns the model.
     """
 
     path: str
@@ -48,3 +53,15 @@ class Result:
     recoveries: tuple[RecoveredFailure, ...] = ()
     stop_reason: str = ""
     callback_errors: tuple[str, ...] = ()
+    model: Callable[[], Model] | None = field(default=None, compare=False)
+
+    def load(self) -> TrainedModel:
+        """Return the model with the weights of `checkpoint`, in the memory of this process; `raypipe.load` loads other checkpoints.
+
+        Raises:
+            ConfigError: The result is of no `Trainer`.
+            FormatError: The checkpoint is damaged.
+        """
+        if self.model is None:
+            raise ConfigError(f"this result knows no model; give its function: raypipe.load({self.checkpoint.path!r}, my_model)")
+        return load(self.checkpoint.path, self.model, model_options={})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
+from functools import partial
 from typing import Any
 
 from raypipe.actors.data.collate import Collate
@@ -38,7 +39,7 @@ from raypipe.model import Model
 from raypipe.training.checks import with_plan
 from raypipe.training.fit import Fit
 from raypipe.training.result import Result, Resume
-from raypipe.user_code import located, name_of
+from raypipe.user_code import located, make_model, name_of
 
 
 class Trainer:
@@ -182,7 +183,7 @@ class Trainer:
             RunError: Something failed while running; checkpoints stay.
             KeyboardInterrupt: By Ctrl-C or SIGTERM: a `StoppedRun` once the window and a checkpoint are done.
         """
-        return Fit(
+        result = Fit(
             self.config,
             model=self.model_function,
             optimizer_function=self.optimizer_function,
@@ -192,6 +193,7 @@ class Trainer:
             callbacks=self._group(),
             resume=resume,
         ).run()
+        return replace(result, model=partial(make_model, self.model_function, self.config.model.options))
 
     def _group(self) -> CallbackGroup:
         shows = self.config.run.show_progress and not any(isinstance(one, Progress) for one in self.callbacks)

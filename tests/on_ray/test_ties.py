@@ -13,7 +13,7 @@ from torch import Tensor
 
 from raypipe.actors.execution.report import mean_losses
 from raypipe.actors.local import LocalPipeline
-from raypipe.actors.stage.checkpoint import Checkpoint, load_modules
+from raypipe.actors.stage.checkpoint import Checkpoint
 from raypipe.actors.stage.optimizers import build_optimizer
 from raypipe.artifacts.cut import Cut
 from raypipe.artifacts.profile import ModelProfile
@@ -121,7 +121,7 @@ def expected() -> tuple[list[float], torch.nn.ModuleList]:
 def check(result: Result, expected: tuple[list[float], torch.nn.ModuleList], first: int = 0) -> None:
     losses, modules = expected
     assert result.losses == pytest.approx(losses[first:], abs=1e-10)
-    for mine, theirs in zip(load_modules(result.checkpoint, gpt(**TIED)), modules, strict=True):  # type: ignore[arg-type]
+    for mine, theirs in zip(result.load().modules.values(), modules, strict=True):
         for name, weight in theirs.named_parameters():
             assert torch.allclose(mine.get_parameter(name), weight, rtol=0, atol=1e-10)
 
