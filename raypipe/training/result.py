@@ -13,6 +13,7 @@ from raypipe.callbacks.events import RecoveredFailure
 from raypipe.errors import ConfigError
 from raypipe.model import Model
 from raypipe.training.trained import TrainedModel, load
+from raypipe.units import counted
 
 Resume = bool | Literal["auto"]
 """Whether a run goes on from a checkpoint; `auto` where there is a run of its name, which then need not have one."""
@@ -22,7 +23,7 @@ class StoppedRun(KeyboardInterrupt):
     """A run that was asked to stop has saved what it did."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Result:
     """What a run returns.
 
@@ -55,6 +56,16 @@ class Result:
     callback_errors: tuple[str, ...] = ()
     model: Callable[[], Model] | None = field(default=None, compare=False)
 
+    def __repr__(self) -> str:
+        """Return a few lines: where the run is, its last metrics and its newest checkpoint."""
+        done = self.checkpoint.index.update
+        figures = [f"{name} {_shown(value)}" for name, value in self.metrics.items() if name != "updates"]
+        lines = [f"run {self.path}, {counted(done, 'update')} done", ", ".join(figures), f"checkpoint {self.checkpoint.path}"]
+        lines += [f"recovered from {counted(len(self.recoveries), 'failure')}"] if self.recoveries else []
+        lines += [f"ended early: {self.stop_reason}"] if self.stop_reason else []
+        lines += [f"went on without a callback: {error}" for error in self.callback_errors]
+        return "\n".join(line for line in lines if line)
+
     def load(self) -> TrainedModel:
         """Return the model with the weights of `checkpoint`, in the memory of this process; `raypipe.load` loads other checkpoints.
 
@@ -65,3 +76,8 @@ class Result:
         if self.model is None:
             raise ConfigError(f"this result knows no model; give its function: raypipe.load({self.checkpoint.path!r}, my_model)")
         return load(self.checkpoint.path, self.model, model_options={})
+
+
+def _shown(value: object) -> str:
+    # The records of a run that has all of its updates have null for figures that were no numbers.
+    return f"{value:.4g}" if isinstance(value, (int, float)) else str(value)
