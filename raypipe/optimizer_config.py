@@ -12,6 +12,7 @@ from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, Pos
 from raypipe.artifacts.record import invalid, record
 from raypipe.errors import ConfigError
 from raypipe.learning_rates import LearningRateSchedule, check_curve, learning_rate
+from raypipe.user_code import IN_PYTHON
 
 
 class OptimizerName(StrEnum):
@@ -134,5 +135,5 @@ class OptimizerConfig:
 
 def _state_kind(name: str, options: Mapping[str, Any]) -> str:
     switched_on = [option for option in _STATE_OPTIONS if options.get(option)]
-    name = name if ":" in name else name.lower()
+    name = name.removeprefix(IN_PYTHON) if ":" in name else name.lower()
     return f"{name}({', '.join(switched_on)})" if switched_on else name

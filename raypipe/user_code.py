@@ -18,6 +18,8 @@ from raypipe.model import Model, compiled
 
 HUGGING_FACE = "hf:"
 """Begins the name of a model of Hugging Face: the folder or the name on the Hub follows."""
+IN_PYTHON = "(given in Python) "
+"""Begins, in a configuration, the name of what a program gave and no other process can find by that name."""
 _HUGGING_FACE_MODEL = "raypipe.models.huggingface.model:huggingface"
 _START = "RAYPIPE_FILES_START_AT"
 
@@ -48,6 +50,9 @@ def located(function: str | Callable[..., Any]) -> str | Callable[..., Any]:
 
 def named(name: str, *, what: str, such_as: str) -> object:
     """Return the object that `module:name` or `file.py:name` names, or raise `ConfigError`; `what` begins its text."""
+    if name.startswith(IN_PYTHON):
+        remedy = f"start the run from there, or put a name in its place, such as {such_as}"
+        raise ConfigError(f"{what} {name!r}: only the program that gave it has it; {remedy}")
     module_name, colon, attribute = name.rpartition(":")
     if not colon or not module_name or not attribute:
         raise ConfigError(f"{what} {name!r}: expected module:function, such as {such_as}, or file.py:function")
@@ -121,7 +126,21 @@ def keyword(function: str | Callable[..., Any], options: Mapping[str, Any], name
 
 
 def name_of(function: str | Callable[..., Any]) -> str:
-    """Return a function's name as text."""
+    """Return a function's name as text; of a `partial` that of its function, of another object that of its class."""
     if isinstance(function, str):
         return function
-    return f"{getattr(function, '__module__', '?')}:{getattr(function, '__qualname__', function)}"
+    if isinstance(function, partial):
+        return name_of(function.func)
+    named_object = function if hasattr(function, "__qualname__") else type(function)
+    return f"{getattr(named_object, '__module__', '?')}:{named_object.__qualname__}"
+
+
+def recorded_name(given: str | Callable[..., Any]) -> str:
+    """Return the name by which a configuration records what a program gave; it begins with `IN_PYTHON` if it cannot be found by it."""
+    if isinstance(given, str):
+        return given
+    name = name_of(given)
+    module, _, attribute = name.rpartition(":")
+    # Another program has another `__main__`.
+    is_found = module != "__main__" and getattr(sys.modules.get(module), attribute, None) is given
+    return name if is_found else IN_PYTHON + name

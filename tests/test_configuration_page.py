@@ -21,7 +21,8 @@ HEAD = """# Configuration
 All that `raypipe train CONFIG` can be told: a YAML file that begins with `format: raypipe.train/1`, and has these sections. Only
 `model.function` has no default, and one of `data.path` and `data.train` is needed. `--set section.key=value` replaces a value, and every
 run writes the file with all of its values into its folder. From Python the sections are the arguments of `raypipe.Trainer`:
-`ScheduleConfig(name="zb-h1")` and so on.
+`ScheduleConfig(name="zb-h1")` and so on. What a program gave and no name stands for, such as a loader or a function of a
+notebook, is written as `(given in Python) NAME`: such a run is started from its program only.
 
 This page is made from `raypipe/config.py` (`pytest --regenerate-golden tests/test_configuration_page.py`).
 """

@@ -18,7 +18,7 @@ from raypipe.actors.data.tables import Columns, RowTable
 from raypipe.config import DataConfig
 from raypipe.data.samples import Split
 from raypipe.errors import ConfigError, RaypipeError
-from raypipe.user_code import name_of, named
+from raypipe.user_code import named, recorded_name
 
 RowSource = RowTable | RowStream
 _KINDS = (
@@ -134,9 +134,7 @@ def is_ray_dataset(data: Any) -> bool:
 
 def data_name(data: object) -> str:
     """Return the name of the user's data or function, as a configuration records it; empty for `None`."""
-    if data is None or isinstance(data, str):
-        return data or ""
-    return name_of(data if hasattr(data, "__qualname__") else type(data))  # type: ignore[arg-type]
+    return "" if data is None else recorded_name(data)  # type: ignore[arg-type]
 
 
 def _is_split(value: Any) -> bool:

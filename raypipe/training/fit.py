@@ -112,7 +112,7 @@ class Fit:
         if plan is not None:
             plan = with_plan_rows_of(plan, config.optimizer, notice, function=self.optimizer_function)
         sizes = {1} if self.is_done else window_sizes(config, self.first_update)
-        self.strategy = run_strategy(config, self.model, plan, window_sizes=sizes)
+        self.strategy = run_strategy(config, self.model, plan, window_sizes=sizes, has_batches=not (self.source or config.data.path))
         size = keyword(model, config.model.options, "vocabulary_size")
         source = self.source or self.batches
         rows = check_run_rows(config, self.model, source, vocabulary_size=size, is_done=self.is_done, notice=notice)

@@ -14,6 +14,7 @@ from raypipe.profiling.late_rows import with_rows_of
 from raypipe.profiling.profiler import model_profile
 from raypipe.training.run_cluster import Notice
 from raypipe.units import counted, seconds
+from raypipe.user_code import IN_PYTHON
 
 
 def configured_profile(
@@ -71,7 +72,8 @@ def measured_profile(
         uses_cache=source is None,
     )
     notice(_said(measured, is_estimate=is_estimate))
-    profile = model_profile(measured, model, name=config.model.function, microbatch_size=config.schedule.microbatch_size)
+    name = config.model.function.removeprefix(IN_PYTHON)
+    profile = model_profile(measured, model, name=name, microbatch_size=config.schedule.microbatch_size)
     return with_rows_of(profile, config.optimizer, notice, function=optimizer_function)
 
 

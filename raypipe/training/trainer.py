@@ -39,7 +39,7 @@ from raypipe.model import Model
 from raypipe.training.checks import with_plan
 from raypipe.training.fit import Fit
 from raypipe.training.result import Result, Resume
-from raypipe.user_code import located, make_model, name_of
+from raypipe.user_code import located, make_model, recorded_name
 
 
 class Trainer:
@@ -109,7 +109,9 @@ class Trainer:
         self.optimizer_function = optimizer
         self.faults = faults or FaultScript()
         config = TrainConfig(
-            model=ModelConfig(function=name_of(model), options=dict(model_options or {}), precision=precision, compile=compile_layers),
+            model=ModelConfig(
+                function=recorded_name(model), options=dict(model_options or {}), precision=precision, compile=compile_layers
+            ),
             data=data_config or DataConfig(path=""),
             schedule=schedule_config or ScheduleConfig(),
             optimizer=_with_function(optimizer_config or OptimizerConfig(), optimizer),
@@ -133,6 +135,8 @@ class Trainer:
                 "give the trainer one of train_data, batches, and a data_config with a path or functions; beside the first two, a "
                 "data_config says how long evaluations are"
             )
+        if batches is not None:
+            self.config = replace(self.config, data=replace(self.config.data, train=data_name(batches)))
         self.batches = batches or self._source(train_data, eval_data, collate)
 
     def _source(self, train_data: object, eval_data: object, collate: Collate | None) -> BatchFunction | DataSource:
@@ -205,4 +209,4 @@ def _with_function(config: OptimizerConfig, function: OptimizerFunction | None) 
         return config
     if config.name != OptimizerConfig().name:
         raise ConfigError(f"give the trainer either an optimizer or an optimizer_config with a name; it has {config.name!r}")
-    return replace(config, name=name_of(function))
+    return replace(config, name=recorded_name(function))
