@@ -39,6 +39,7 @@ from raypipe.training.checks import checkpoint_to_resume, rows_per_update
 from raypipe.training.ending import finished_result, leave
 from raypipe.training.forwards import Forwards
 from raypipe.training.measuring import configured_profile, measured_profile
+from raypipe.training.new_run import new_run
 from raypipe.training.nonfinite import NonFiniteUpdates
 from raypipe.training.record import RunRecord, write_report
 from raypipe.training.recovery import Recovery
@@ -120,12 +121,12 @@ class Fit:
         self.draft = None if self.is_done else draft_layers(config, self._plain_model(), rows)
         if self.draft is not None:
             self._check_room(folder or RunFolder.planned(config.run.storage_path, config.run.name), self.draft.weight_bytes())
-        self.folder = folder or RunFolder.create(config.run.storage_path, config.run.name)
         if folder is None:
-            self._lock(self.folder)
-            self.folder.begin(config)
+            folder, self.lock = new_run(config.run, notice)
+            folder.begin(config)
         elif self.resumed is None:
-            self.folder.restart(config)
+            folder.restart(config)
+        self.folder = folder
         self.record = RunRecord(config, self.folder, self.callbacks, tokens_per_row=rows.tokens_per_row, first_update=self.first_update)
         self.coordinator: Coordinator
         self.adaptation: Adaptation | None = None

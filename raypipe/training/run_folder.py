@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import hashlib
+import itertools
 import json
 import math
 import os
@@ -71,7 +72,7 @@ class RunFolder:
             base.make()
             there = set(base.names())
             for number in range(1, _MOST_RUNS):
-                path = base / (name if number == 1 else f"{name}-{number}")
+                path = base / _numbered(name, number)
                 if path.path.rpartition("/")[2] in there:
                     continue
                 try:
@@ -93,9 +94,27 @@ class RunFolder:
             return cls(Path(storage.path))
         storage.make()
         records = _records(storage)
-        shutil.rmtree(records, ignore_errors=True)
-        records.mkdir(parents=True)
+        _make_empty(records)
         return cls(records, storage)
+
+    @classmethod
+    def last(cls, storage_path: str, name: str) -> RunFolder | None:
+        """Return the last of the folders after which `create` would make one, if there is any; it may be of another run."""
+        base = Storage.at(storage_path)
+        try:
+            there = set(base.names())
+        except OSError:  # which `create` says
+            return None
+        number = next(number for number in itertools.count(1) if _numbered(name, number) not in there) - 1
+        return cls._of(base / _numbered(name, number)) if number else None
+
+    def clear(self) -> None:
+        """Remove what a run that ended before it trained has left to be seen; raises `OSError`."""
+        for name in (FAILURE, "plan.json"):
+            if self.storage.size(name) is not None:
+                self.storage.remove(name)
+        if self.remote is not None:
+            _make_empty(self.path)
 
     @classmethod
     def planned(cls, storage_path: str, name: str) -> RunFolder:
@@ -159,8 +178,7 @@ class RunFolder:
         if self.remote is None:
             return
         try:
-            shutil.rmtree(self.path, ignore_errors=True)
-            self.path.mkdir(parents=True)
+            _make_empty(self.path)
             for name in self.remote.names():
                 if name != LOCK and self.remote.size(name) is not None:
                     self.file(name).write_bytes(self.remote.read(name))
@@ -355,6 +373,15 @@ def _records(storage: Storage) -> Path:
     # One place on this machine for each URI.
     digest = hashlib.sha256(storage.name.encode()).hexdigest()[:16]
     return cache_folder().absolute() / "runs" / digest / storage.path.rpartition("/")[2]
+
+
+def _make_empty(folder: Path) -> None:
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+
+
+def _numbered(name: str, number: int) -> str:
+    return name if number == 1 else f"{name}-{number}"
 
 
 def _is_of(name: str, folder: Storage) -> bool:
