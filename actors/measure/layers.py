@@ -33,6 +33,7 @@ from raypipe.actors.stage.module import unchanged
 from raypipe.actors.stage.optimizer_state import flat_state
 from raypipe.actors.stage.optimizers import described, kinds_of
 from raypipe.actors.stage.precision import build_stage, loss_in_float32, prepare
+from raypipe.actors.stage.ties import tied_weight
 from raypipe.actors.stage.weights import Optimizer, Weights
 from raypipe.artifacts.cut import Cut
 from raypipe.config import Precision
@@ -311,7 +312,7 @@ class _Layer:
     def _tied_bytes(self) -> int:
         layer = self.model.layers[self.index].name
         names = [name for tie in self.model.ties for member, name in tie if member == layer]
-        tied = {self.module.layers[str(self.index)].get_parameter(name) for name in names}
+        tied = {tied_weight(self.module.layers[str(self.index)], layer, name) for name in names}
         # In the precision of the master, whatever that of the copy.
         stepped = {id(own): master for own, master in zip(self.weights.versions.tensors(0), self.weights.masters, strict=True)}
         return sum(stepped.get(id(weight), weight).nbytes for weight in tied)

@@ -16,7 +16,7 @@ from raypipe.actors.stage.gradients import FlatLayout, match_layout, squared_nor
 from raypipe.actors.stage.layers import build_layer
 from raypipe.artifacts.cut import Cut
 from raypipe.errors import ConfigError, suggestion
-from raypipe.model import Model
+from raypipe.model import Model, Tie
 
 
 def tie_layers(model: Model, layers: Mapping[int, nn.Module], *, seed: int, on: torch.device = devices.CPU) -> None:
@@ -29,35 +29,54 @@ def tie_layers(model: Model, layers: Mapping[int, nn.Module], *, seed: int, on: 
         if not any(index in layers for index in indices):
             continue
         index_of = {model.layers[index].name: index for index in indices}
-        (first_layer, first_name), *_ = tie
         first = indices[0]
         if first in layers:
-            shared = _weight(layers[first], *tie[0])
+            shared = tied_weight(layers[first], *tie[0])
         else:
-            shared = _weight(build_layer(model.layers[first], index=first, seed=seed).to(on), *tie[0])
+            shared = tied_weight(build_layer(model.layers[first], index=first, seed=seed).to(on), *tie[0])
             shared.data = shared.data.clone()  # drops memory that the weight shares with the rest of the layer
         for layer, name in tie:
             module = layers.get(index_of[layer])
             if module is None:
                 continue
-            weight = _weight(module, layer, name)
-            if (weight.shape, weight.dtype) != (shared.shape, shared.dtype):
-                raise ConfigError(
-                    f"the weight {name!r} of layer {layer!r} is {_shape(weight)}, but it is tied to {first_name!r} of layer "
-                    f"{first_layer!r}, which is {_shape(shared)}; tied weights must have one shape and dtype"
-                )
+            weight = tied_weight(module, layer, name)
+            _check_alike(tie, shared, (layer, name), weight)
             for alias, parameter in list(module.named_parameters(remove_duplicate=False)):
                 if parameter is weight:
                     owner, _, attribute = alias.rpartition(".")
                     setattr(module.get_submodule(owner), attribute, shared)
 
 
-def _weight(module: nn.Module, layer: str, name: str) -> nn.Parameter:
+def check_ties(model: Model, modules: Sequence[nn.Module]) -> None:
+    """Refuse ties that the modules of all layers do not have, or whose weights cannot be one.
+
+    Raises:
+        ConfigError: As of `tie_layers`.
+    """
+    module_of = {layer.name: module for layer, module in zip(model.layers, modules, strict=True)}
+    for tie in model.ties:
+        shared, *others = (tied_weight(module_of[layer], layer, name) for layer, name in tie)
+        for place, weight in zip(tie[1:], others, strict=True):
+            _check_alike(tie, shared, place, weight)
+
+
+def tied_weight(module: nn.Module, layer: str, name: str) -> nn.Parameter:
+    """Return the weight by which the module of a layer is tied, or raise `ConfigError` if it has no such weight."""
     weights = dict(module.named_parameters(remove_duplicate=False))
     if name not in weights:
-        known = f"{suggestion(name, weights)}; it has {', '.join(weights) or 'none'}"
-        raise ConfigError(f"layer {layer!r} is tied by its weight {name!r}, but has no such weight{known}")
+        near = suggestion(name, weights) or f"; choose from {', '.join(weights) or 'none'}"
+        raise ConfigError(f"ties of the model: layer {layer!r} is tied by its weight {name!r}, but has no such weight{near}")
     return weights[name]
+
+
+def _check_alike(tie: Tie, shared: Tensor, place: tuple[str, str], weight: Tensor) -> None:
+    if (weight.shape, weight.dtype) == (shared.shape, shared.dtype):
+        return
+    (first_layer, first_name), (layer, name) = tie[0], place
+    raise ConfigError(
+        f"ties of the model: the weight {name!r} of layer {layer!r} is {_shape(weight)}, but it is tied to {first_name!r} of layer "
+        f"{first_layer!r}, which is {_shape(shared)}; tied weights must have one shape and dtype"
+    )
 
 
 def _shape(weight: Tensor) -> str:
@@ -89,7 +108,7 @@ def shared_weights(model: Model, cut: Cut, stage: nn.Module, indices: Collection
             shared.append(SharedWeight(name if weight.requires_grad else None, weight.numel(), weight.dtype))
         else:
             first = cut.ties[tie][0]
-            weight = _weight(build_layer(model.layers[first], index=first, seed=seed), *model.ties[tie][0])
+            weight = tied_weight(build_layer(model.layers[first], index=first, seed=seed), *model.ties[tie][0])
             shared.append(SharedWeight(None, weight.numel(), weight.dtype))
     return tuple(shared)
 

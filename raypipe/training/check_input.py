@@ -41,10 +41,11 @@ def draft_layers(config: TrainConfig, model: Model, rows: CheckedRows) -> DraftL
         rows: What is known of the training rows.
 
     Raises:
-        ConfigError: A pattern of the optimizer gets no weight, or a layer or the loss fails.
+        ConfigError: A tied weight is missing or unlike the others, a pattern of the optimizer gets no weight, or a layer or the loss fails.
     """
     draft = DraftLayers.of(model)
     if draft is not None:
+        draft.check_ties()
         check_patterns(config.optimizer, draft.weight_names())
         # In low precision, stages cast what they take; layers for GPUs may have kernels that run on nothing else.
         if rows.first and config.model.precision is Precision.FLOAT32 and not config.scaling.use_gpu:

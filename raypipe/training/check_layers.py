@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from raypipe.actors.stage.losses import checked_loss, tried_loss
+from raypipe.actors.stage.ties import check_ties
 from raypipe.errors import ConfigError
 from raypipe.model import Batch, Layer, Model
 from raypipe.training.check_rows import generators_kept
@@ -57,6 +58,14 @@ class DraftLayers:
         for layer, module in zip(self.model.layers, self.modules, strict=True):
             for name, weight in module.named_parameters():
                 yield layer.name, name, weight
+
+    def check_ties(self) -> None:
+        """Refuse ties by weights that layers do not have or that cannot be one.
+
+        Raises:
+            ConfigError: Names the layer and its weight.
+        """
+        check_ties(self.model, self.modules)
 
     def check_forward(self, batch: Batch) -> None:
         """Refuse layers or a loss that fail on the first rows.

@@ -334,6 +334,12 @@ def test_merged_layers_have_the_fixed_part_of_all() -> None:
     assert times[0].on_rows(2.0).forward_s == pytest.approx(1.5)
 
 
+def test_a_misspelt_tied_weight_is_told_by_its_layer() -> None:
+    model = dataclasses.replace(mlp(num_layers=2), ties=((("layer-0", "linear.wieght"), ("layer-1", "linear.weight")),))
+    with pytest.raises(ConfigError, match=r"layer 'layer-0' is tied by its weight 'linear.wieght'.*did you mean 'linear.weight'"):
+        measure(model, {name: rows.float() for name, rows in batch("inputs", "targets").items()})
+
+
 def measurement(name: str, seconds: float, *, spread: float = 0.0) -> LayerMeasurement:
     return LayerMeasurement(
         name=name,

@@ -77,6 +77,10 @@ def two_layers(*, width: int = 8, loss: Callable[[Tensor, Batch], Tensor] = mean
     return Model((first, Layer("second", partial(nn.Linear, width, 16))), loss=loss)
 
 
+def tied(*tie: tuple[str, str]) -> Model:
+    return replace(two_layers(), ties=(tie,))
+
+
 ROWS = Rows({"inputs": (16,), "targets": (16,)})
 
 
@@ -125,6 +129,18 @@ PYTHON_MISTAKES = {
     "pattern-behind-another": Mistake(
         r"'first.bias' gets no trained weight: earlier groups have all",
         given={"batches": ROWS, "optimizer_config": groups("*.bias", "first.bias")},
+    ),
+    "tied-weight-misspelt": Mistake(
+        r"ties of the model: layer 'first' is tied by its weight 'wieght', but has no such weight; did you mean 'weight'\?",
+        model=partial(tied, ("first", "wieght"), ("second", "weight")),
+    ),
+    "tied-weight-of-another-layer": Mistake(
+        r"layer 'second' is tied by its weight 'tokens', but has no such weight; choose from weight, bias",
+        model=partial(tied, ("first", "weight"), ("second", "tokens")),
+    ),
+    "tied-weights-of-unlike-shapes": Mistake(
+        r"ties of the model: .* 'weight' of layer 'second' is float32 \[16, 8\], but it is tied to 'weight' of layer 'first', .* \[8, 16\]",
+        model=partial(tied, ("first", "weight"), ("second", "weight")),
     ),
     "wrong-path": Mistake(r"no_such.parquet: there is no such file", given={"data_config": DataConfig(path="no_such.parquet")}),
 }
