@@ -33,16 +33,36 @@ def resolve(name: str) -> Callable[..., Any]:
     """Return the function that `model.function` names; raises as `named`."""
     if name.startswith(HUGGING_FACE):
         return partial(resolve(_HUGGING_FACE_MODEL), name.removeprefix(HUGGING_FACE))
-    function = named(name, what="model.function", such_as="raypipe.models.gpt:gpt")
+    return model_function(named(name, what="model.function", such_as="raypipe.models.gpt:gpt"), what=f"model.function {name!r}")
+
+
+def model_function(function: object, *, what: str) -> Callable[..., Any]:
+    """Return a function that may return a model, or raise `ConfigError` for what cannot; `what` begins its text."""
+    if isinstance(function, Model):
+        raise ConfigError(f"{what} is a Model; give the function that returns it, which every device calls")
+    if _is_module(function):
+        raise ConfigError(f"{what} is a torch module of type {type(function).__name__}; {_FROM_MODULES}")
     if not callable(function):
-        raise ConfigError(f"model.function {name!r}: expected a function, got {type(function).__name__}")
-    resolved: Callable[..., Any] = function
-    return resolved
+        raise ConfigError(f"{what} is of type {type(function).__name__}; give a function that returns a raypipe.Model, or its name")
+    checked: Callable[..., Any] = function
+    return checked
 
 
-def located(function: str | Callable[..., Any]) -> str | Callable[..., Any]:
+_FROM_MODULES = (
+    "give a function that returns raypipe.Model(layers=(raypipe.Layer(name, build), ...), loss=loss), in which each build makes one part "
+    "of the module anew"
+)
+
+
+def _is_module(value: object) -> bool:
+    # Whoever has a module has loaded torch, which is not loaded here to know.
+    torch = sys.modules.get("torch")
+    return torch is not None and isinstance(value, torch.nn.Module)
+
+
+def located(function: str) -> str:
     """Return a function's name with the absolute path of a folder `hf:FOLDER`, for processes that work elsewhere."""
-    if not isinstance(function, str) or not function.startswith(HUGGING_FACE):
+    if not function.startswith(HUGGING_FACE):
         return function
     path = os.path.expanduser(function.removeprefix(HUGGING_FACE))
     return HUGGING_FACE + os.path.abspath(path) if os.path.isdir(path) else function
@@ -97,7 +117,8 @@ def make_model(function: str | Callable[..., Any], options: Mapping[str, Any], *
         given = ", ".join(f"{key}={value!r}" for key, value in options.items())
         raise ConfigError(f"model.function {name_of(function)}({given}) failed: {type(error).__name__}: {error}") from error
     if not isinstance(model, Model):
-        raise ConfigError(f"model.function {function!r} returned {type(model).__name__}, expected a raypipe.model.Model")
+        remedy = f"; {_FROM_MODULES}" if _is_module(model) else ""
+        raise ConfigError(f"model.function {name_of(function)} returned {type(model).__name__}, expected a raypipe.Model{remedy}")
     return compiled(model) if compile_layers else model
 
 

@@ -39,7 +39,7 @@ from raypipe.model import Model
 from raypipe.training.checks import with_plan
 from raypipe.training.fit import Fit
 from raypipe.training.result import Result, Resume
-from raypipe.user_code import located, make_model, recorded_name
+from raypipe.user_code import located, model_function, recorded_name
 
 
 class Trainer:
@@ -74,7 +74,8 @@ class Trainer:
         faults: Failures to inject, for drills.
 
     Raises:
-        ConfigError: There is not exactly one of a `data_config` with rows, `train_data` and `batches`, or a value contradicts the plan.
+        ConfigError: `model` is no function, there is not exactly one of a `data_config` with rows, `train_data` and `batches`, or a value
+            contradicts the plan.
 
     Example:
         Trainer("raypipe.models.gpt:gpt", data_config=DataConfig(path="tokens.parquet")).fit().metrics["loss"]
@@ -105,7 +106,7 @@ class Trainer:
         plan: str | None = None,
         faults: FaultScript | None = None,
     ) -> None:
-        self.model_function = model = located(model)
+        self.model_function = model = located(model) if isinstance(model, str) else model_function(model, what="model")
         self.optimizer_function = optimizer
         self.faults = faults or FaultScript()
         config = TrainConfig(

@@ -192,6 +192,28 @@ def test_layers_for_gpus_are_not_tried_without_one() -> None:
     assert draft_layers(on_gpus, model, rows) is not None
 
 
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        (two_layers(), r"^model is a Model; give the function that returns it"),
+        (
+            nn.Sequential(nn.Linear(16, 16)),
+            r"^model is a torch module of type Sequential; give a function that returns raypipe.Model\(layers=",
+        ),
+        (None, r"^model is of type NoneType; give a function"),
+    ],
+)
+def test_what_is_no_function_that_makes_a_model_is_told_at_once(given: Any, says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        Trainer(given, batches=ROWS)
+
+
+def test_a_name_of_a_model_and_a_function_that_returns_a_module_are_told(tmp_path: Path) -> None:
+    (tmp_path / "made.py").write_text("from tests.training.test_typical_mistakes import two_layers\nmodel = two_layers()\n")
+    check(Mistake(r"made.py:model' is a Model; give the function that returns it", model=f"{tmp_path}/made.py:model"), tmp_path)
+    check(Mistake(r"returned Linear, expected a raypipe.Model; give a function", model=partial(nn.Linear, 16, 16)), tmp_path)
+
+
 @pytest.fixture
 def bytes_file(tmp_path: Path) -> str:
     """Return a file of 1,000 tokens, each a byte."""
