@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -117,10 +117,16 @@ def _built(layer: Layer) -> nn.Module | None:
 def _forward(layer: Layer, module: nn.Module, inputs: Sequence[Tensor], batch: Batch) -> tuple[Tensor, ...]:
     optional = {name: batch[name] for name in layer.batch_if_present if name in batch}
     found: object = module(*inputs, *(batch[name] for name in layer.batch), **optional)
+    if isinstance(found, Mapping):
+        raise TypeError(
+            f"its output is of type {type(found).__name__}; return its tensors as a tuple, in the order in which later layers take them"
+        )
+    if not isinstance(found, tuple | Tensor):
+        raise TypeError(f"its output is of type {type(found).__name__}; return a tensor or a flat tuple of tensors")
     outputs = found if isinstance(found, tuple) else (found,)
-    for output in outputs:
+    for number, output in enumerate(outputs):
         if not isinstance(output, Tensor):
-            raise TypeError(f"its output is of type {type(output).__name__}; expected a tensor or a tuple of tensors")
+            raise TypeError(f"element {number} of its output is of type {type(output).__name__}; return a flat tuple of tensors")
     return outputs
 
 

@@ -77,6 +77,21 @@ def two_layers(*, width: int = 8, loss: Callable[[Tensor, Batch], Tensor] = mean
     return Model((first, Layer("second", partial(nn.Linear, width, 16))), loss=loss)
 
 
+class Returning(nn.Module):
+    """A layer whose output another function makes."""
+
+    def __init__(self, make: Callable[[Tensor], object]) -> None:
+        super().__init__()
+        self.make = make
+
+    def forward(self, inputs: Tensor) -> object:
+        return self.make(inputs)
+
+
+def returning(make: Callable[[Tensor], object]) -> Model:
+    return Model((Layer("first", partial(Returning, make), batch=("inputs",)), Layer("second", partial(nn.Linear, 16, 16))), mean_square)
+
+
 def tied(*tie: tuple[str, str]) -> Model:
     return replace(two_layers(), ties=(tie,))
 
@@ -111,6 +126,17 @@ PYTHON_MISTAKES = {
     "wrong-shape-of-rows": Mistake(
         r"layer 'first' failed on the first rows: .*; it got 'inputs' of shape \[4, 15\]",
         given={"batches": Rows({"inputs": (15,), "targets": (16,)})},
+    ),
+    "nested-tuple-of-a-layer": Mistake(
+        r"layer 'first' .*: element 1 of its output is of type tuple; return a flat tuple of tensors",
+        model=partial(returning, lambda inputs: (inputs, (inputs, inputs))),
+    ),
+    "dict-of-a-layer": Mistake(
+        r"layer 'first' .*: its output is of type dict; return its tensors as a tuple",
+        model=partial(returning, lambda inputs: {"x": inputs}),
+    ),
+    "list-of-a-layer": Mistake(
+        r"layer 'first' .*: its output is of type list; return a tensor or a flat tuple", model=partial(returning, lambda inputs: [inputs])
     ),
     "loss-no-scalar": Mistake(r"the model's loss has shape \(4,\); expected a scalar", model=partial(two_layers, loss=by_row)),
     "loss-without-gradient": Mistake(r"the model's loss has no gradient", model=partial(two_layers, loss=without_gradient)),
