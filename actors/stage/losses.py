@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
@@ -11,6 +13,11 @@ from raypipe.model import Batch, Model
 
 def checked_loss(loss: object) -> Tensor:
     """Return a loss, or raise `ConfigError` if it is no scalar with a gradient."""
+    if isinstance(loss, tuple | list | Mapping):
+        raise ConfigError(
+            f"the model's loss is of type {type(loss).__name__}; return the loss alone, a scalar tensor, and log other figures in a "
+            "callback with run.forward and run.log"
+        )
     if not isinstance(loss, Tensor) or loss.dim():
         what = f"has shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"is of type {type(loss).__name__}"
         raise ConfigError(f"the model's loss {what}; expected a scalar tensor, the mean over the rows")

@@ -60,6 +60,15 @@ def without_gradient(output: Tensor, batch: Batch) -> Tensor:
     return mean_square(output.detach(), batch)
 
 
+def with_figures(output: Tensor, batch: Batch) -> Any:
+    loss = mean_square(output, batch)
+    return loss, {"loss": loss}
+
+
+def by_name(output: Tensor, batch: Batch) -> Any:
+    return {"loss": mean_square(output, batch)}
+
+
 class OnGpuOnly(nn.Linear):
     """A layer whose kernel a machine without a GPU does not have."""
 
@@ -139,6 +148,11 @@ PYTHON_MISTAKES = {
         r"layer 'first' .*: its output is of type list; return a tensor or a flat tuple", model=partial(returning, lambda inputs: [inputs])
     ),
     "loss-no-scalar": Mistake(r"the model's loss has shape \(4,\); expected a scalar", model=partial(two_layers, loss=by_row)),
+    "loss-with-figures": Mistake(
+        r"the model's loss is of type tuple; return the loss alone, .* in a callback with run.forward and run.log",
+        model=partial(two_layers, loss=with_figures),
+    ),
+    "loss-by-name": Mistake(r"the model's loss is of type dict; return the loss alone", model=partial(two_layers, loss=by_name)),
     "loss-without-gradient": Mistake(r"the model's loss has no gradient", model=partial(two_layers, loss=without_gradient)),
     "loss-of-another-shape": Mistake(
         r"the model's loss failed: RuntimeError: .*; it got an output of shape \(4, 16\)",
