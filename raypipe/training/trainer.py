@@ -39,7 +39,7 @@ from raypipe.model import Model
 from raypipe.training.checks import with_plan
 from raypipe.training.fit import Fit
 from raypipe.training.result import Result, Resume
-from raypipe.user_code import located, model_function, recorded_name
+from raypipe.user_code import located, make_model, model_function, recorded_name
 
 
 class Trainer:
