@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import socket
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -26,6 +27,7 @@ _ENVIRONMENT = {
     "MALLOC_TOP_PAD_": f"{64 << 20}",
 }
 """Environment of a local cluster's processes, unless set already."""
+_ANSWER_S = 20.0
 
 
 @dataclass(frozen=True)
@@ -55,6 +57,7 @@ def session(cluster: ClusterConfig, *, num_devices: int, cpus_per_device: float)
         for name, value in _ENVIRONMENT.items():
             os.environ.setdefault(name, value)
     else:
+        _check_answers(address)
         options["address"] = address
     try:
         with put_off(ray.shutdown):
@@ -71,6 +74,20 @@ def session(cluster: ClusterConfig, *, num_devices: int, cpus_per_device: float)
     finally:
         with put_off():
             ray.shutdown()
+
+
+def _check_answers(address: str) -> None:
+    # Ray asks a host that does not answer for minutes, and ends for no signal meanwhile.
+    host, colon, port = address.rpartition(":")
+    if not colon or not host or not port.isdecimal() or "/" in host:
+        return  # `auto`, or ray://
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=_ANSWER_S).close()
+    except (OSError, OverflowError) as error:
+        raise RunError(
+            f"the Ray cluster at {address!r} cannot be reached: {error or type(error).__name__}; check cluster.address, RAY_ADDRESS and "
+            "`ray status`"
+        ) from error
 
 
 def _hide_token_notice() -> None:
