@@ -79,7 +79,7 @@ class RunConfig:
     storage_path: str = "runs"
     seed: NonNegativeInt = 0
     # Windows are planned when a run begins.
-    num_updates: Annotated[int, Field(ge=1, le=10_000_000, json_schema_extra={"remedy": "a longer run can be resumed"})] = 100
+    num_updates: Annotated[int, Field(ge=1, le=10_000_000, json_schema_extra={"remedy_above": "a longer run can be resumed"})] = 100
     evaluate_every: NonNegativeInt = 0
     checkpoint_every: NonNegativeInt = 0
     checkpoint_every_s: NonNegativeFloat = 600.0

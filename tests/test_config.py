@@ -44,6 +44,13 @@ def test_names_may_be_plain_text_and_others_are_refused(config: type[Any], optio
         config(**options, **{field: "other"})
 
 
+def test_text_in_place_of_a_number_is_told_without_the_remedy_of_limits() -> None:
+    with pytest.raises(FormatError, match=r"gpus_per_device: expected a number <= 1, got 2; a device is one GPU or a part of it$"):
+        ScalingConfig(gpus_per_device=2)
+    with pytest.raises(FormatError, match=r"gpus_per_device: .*got 'all'$"):
+        ScalingConfig(gpus_per_device="all")  # type: ignore[arg-type]
+
+
 def test_what_the_staleness_may_be_on_average_is_an_amount() -> None:
     assert ScheduleConfig(max_mean_staleness=0.25).staleness.max_mean_staleness == 0.25
     with pytest.raises(FormatError, match=r"ScheduleConfig: max_mean_staleness: expected a number >= 0, got -0.5"):
@@ -74,9 +81,15 @@ def test_the_trainer_of_a_configuration_leaves_nothing_out() -> None:
 
 
 @pytest.mark.parametrize(
-    ("num_updates", "problem"), [(0, "expected a number >= 1, got 0"), (10**12, "expected a number <= 10,000,000, got 1000000000000")]
+    ("num_updates", "problem"),
+    [
+        (0, "expected a number >= 1, got 0$"),
+        (10**12, "expected a number <= 10,000,000, got 1000000000000; a longer run can be resumed$"),
+        ("many", "got 'many'$"),
+        (4.5, "expected a whole number, got 4.5$"),
+    ],
 )
-def test_a_run_has_some_updates_and_not_endlessly_many(num_updates: int, problem: str) -> None:
+def test_a_run_has_some_updates_and_not_endlessly_many(num_updates: Any, problem: str) -> None:
     with pytest.raises(FormatError, match=problem):
         RunConfig(num_updates=num_updates)
 

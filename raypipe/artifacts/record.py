@@ -33,8 +33,8 @@ _CONFIG = ConfigDict(extra="forbid", allow_inf_nan=False, validate_by_name=True,
 def record(*, kw_only: bool = True) -> Callable[[type[T]], type[T]]:
     """Return a decorator for frozen dataclasses whose fields are checked wherever an object is made; files are read strictly (`codec`).
 
-    Limits belong into a field's annotation, whose `json_schema_extra` may hold `expected` and `remedy` for messages. `__post_init__` checks
-    several fields together, with `invalid`.
+    Limits belong into a field's annotation, whose `json_schema_extra` may hold words for messages: `expected`, `remedy` for numbers beyond
+    a limit, and `remedy_above` for those above the upper one alone. `__post_init__` checks several fields together, with `invalid`.
     """
 
     def decorate(cls: type[T]) -> type[T]:

@@ -93,8 +93,15 @@ def _explanation(cls: type[Any], detail: ErrorDetails, steps: tuple[str | int, .
         expected = f"a number {_LIMITS[kind].format(**context)}"
     else:
         expected = _EXPECTED.get(kind) or schema.get("expected")
-    got, remedy = shown(detail["input"]), f"; {schema['remedy']}" if "remedy" in schema else ""
-    return (f"expected {expected}" if expected else detail["msg"]) + f", got {got}{remedy}"
+    return (f"expected {expected}" if expected else detail["msg"]) + f", got {shown(detail['input'])}{_remedy(schema, kind)}"
+
+
+def _remedy(schema: dict[str, Any], kind: str) -> str:
+    # A text or an object in a number's place is another mistake.
+    if kind not in {*_LIMITS, "finite_number"}:
+        return ""
+    remedy = schema.get("remedy") or (schema.get("remedy_above") if kind in {"less_than", "less_than_equal"} else None)
+    return f"; {remedy}" if remedy else ""
 
 
 def _schemas_at(cls: Any, steps: tuple[str | int, ...]) -> list[dict[str, Any]]:
