@@ -91,6 +91,7 @@ def drill(config: TrainConfig, faults: Sequence[DrillFault]) -> Drill:
         num_updates=per_window * num_windows,
         checkpoint_every_s=0.0,
         checkpoint_every=per_window if any(fault.before == SAVE for fault in ordered) else 0,
+        keep_best_by=None,
         sample_bytes=0,
     )
     short = replace(

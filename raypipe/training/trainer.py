@@ -21,6 +21,7 @@ from raypipe.callbacks.progress import Progress
 from raypipe.config import (
     AdaptationConfig,
     CallbackConfig,
+    CheckpointMetric,
     ClusterConfig,
     CommunicationConfig,
     DataConfig,
@@ -139,6 +140,7 @@ class Trainer:
         if batches is not None:
             self.config = replace(self.config, data=replace(self.config.data, train=data_name(batches)))
         self.batches = batches or self._source(train_data, eval_data, collate)
+        _check_kept(self.config)
 
     def _source(self, train_data: object, eval_data: object, collate: Collate | None) -> BatchFunction | DataSource:
         data, seed = self.config.data, self.config.run.seed
@@ -203,6 +205,14 @@ class Trainer:
     def _group(self) -> CallbackGroup:
         shows = self.config.run.show_progress and not any(isinstance(one, Progress) for one in self.callbacks)
         return CallbackGroup([*([Progress()] if shows else []), *self.callbacks])
+
+
+def _check_kept(config: TrainConfig) -> None:
+    if config.run.keep_best_by is not CheckpointMetric.VALIDATION_LOSS or config.data.num_validation_microbatches:
+        return
+    has_rows = not config.data.train or config.data.eval
+    remedy = "set data.num_validation_microbatches" if has_rows else "give rows for it, data.eval or eval_data"
+    raise ConfigError(f"run.keep_best_by is validation_loss, but this run has no validation: {remedy}, or keep by loss")
 
 
 def _with_function(config: OptimizerConfig, function: OptimizerFunction | None) -> OptimizerConfig:

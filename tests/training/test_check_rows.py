@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 
 from raypipe.actors.data.reader import RowReader
 from raypipe.actors.data.source import DataSource
-from raypipe.config import DataConfig, ModelConfig, RunConfig, ScheduleConfig, TrainConfig
+from raypipe.config import CheckpointMetric, DataConfig, ModelConfig, RunConfig, ScheduleConfig, TrainConfig
 from raypipe.errors import ConfigError, FormatError
 from raypipe.model import Batch, Model
 from raypipe.models.mlp import mlp
@@ -100,6 +100,19 @@ def test_a_configuration_takes_rows_from_one_place() -> None:
 def test_without_rows_for_evaluations_there_are_none() -> None:
     assert Trainer(mlp, train_data=ROWS).config.data.num_validation_microbatches == 0
     assert Trainer(mlp, train_data=ROWS, eval_data=ROWS).config.data.num_validation_microbatches == 8
+
+
+def test_the_best_by_validation_cannot_be_kept_without_validation() -> None:
+    best = RunConfig(keep_best_by=CheckpointMetric.VALIDATION_LOSS)
+    with pytest.raises(
+        ConfigError, match=r"run.keep_best_by is validation_loss, .* give rows for it, data.eval or eval_data, or keep by loss"
+    ):
+        Trainer(mlp, train_data=ROWS, run_config=best)
+    never = DataConfig(path="tokens.parquet", num_validation_microbatches=0)
+    with pytest.raises(ConfigError, match=r"run.keep_best_by is validation_loss, .* set data.num_validation_microbatches, or keep by loss"):
+        Trainer(mlp, data_config=never, run_config=best)
+    Trainer(mlp, data_config=never, run_config=RunConfig(keep_best_by=CheckpointMetric.LOSS))
+    Trainer(mlp, train_data=ROWS, eval_data=ROWS, run_config=best)
 
 
 @dataclasses.dataclass
