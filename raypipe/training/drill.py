@@ -4,14 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 from raypipe.actors.execution.faults import CONNECT, SAVE, FaultKind, FaultScript
 from raypipe.actors.execution.programs import executable_programs
-from raypipe.artifacts.plan import Plan
 from raypipe.config import TrainConfig
 from raypipe.errors import ConfigError, suggestion
+from raypipe.schedules.ir import Schedule
+from raypipe.schedules.lower import Placement
 from raypipe.training.result import Result
+from raypipe.training.run_strategy import run_strategy
 from raypipe.training.trainer import Trainer
+from raypipe.training.window_sizes import window_sizes
+from raypipe.user_code import make_model
 
 _WINDOWS_BEFORE = 2
 _WINDOWS_BEHIND = 2
@@ -100,9 +105,12 @@ def drill(config: TrainConfig, faults: Sequence[DrillFault]) -> Drill:
         data=replace(config.data, num_validation_microbatches=0),
         failure=replace(config.failure, max_failures=max(config.failure.max_failures, 1)),
     )
-    calm = Trainer.of(short).fit()
+    trainer = Trainer.of(short)
+    _check_early(ordered, trainer)
+    calm = trainer.fit()
     for fault in ordered:
-        _check(fault, calm.plan)
+        _check_place(fault, calm.plan.schedule, calm.plan.placement)
+        _check_before(fault, calm.plan.schedule, calm.plan.placement)
     return Drill(calm, Trainer.of(short, faults=_script(ordered)).fit())
 
 
@@ -120,20 +128,35 @@ def _script(faults: Sequence[DrillFault]) -> FaultScript:
     return script
 
 
-def _check(fault: DrillFault, plan: Plan) -> None:
-    programs = executable_programs(plan.schedule, plan.placement)
-    if fault.stage is not None and not 0 <= fault.stage < plan.schedule.num_stages:
-        raise ConfigError(
-            f"the run has the stages 0 to {plan.schedule.num_stages - 1}, not {fault.stage}; choose one of them to {fault.kind}"
-        )
-    if fault.device is not None and not 0 <= fault.device < len(programs):
-        raise ConfigError(f"the run has the devices 0 to {len(programs) - 1}, not {fault.device}; choose one of them to {fault.kind}")
-    if fault.before in {None, SAVE} or (fault.before == CONNECT and fault.kind is not FaultKind.HANG):
+def _check_early(faults: Sequence[DrillFault], trainer: Trainer) -> None:
+    """Check what is known before the first run."""
+    config = trainer.config
+    model = make_model(trainer.model_function, config.model.options)
+    strategy = run_strategy(config, model, trainer.plan, window_sizes=window_sizes(config, 0))
+    if not strategy.schedules:  # raypipe chooses one when the run begins
         return
-    if fault.before == CONNECT:
+    # Else where layers are cut, which their times decide, says which messages there are.
+    is_known = trainer.plan is not None or (not model.ties and model.edges() == tuple(pairwise(range(len(model.layers)))))
+    for fault in faults:
+        _check_place(fault, strategy.schedule, strategy.placement)
+        if is_known:
+            _check_before(fault, strategy.schedule, strategy.placement)
+
+
+def _check_place(fault: DrillFault, schedule: Schedule, placement: Placement) -> None:
+    num_devices = sum(len(members) for members in placement.workers)
+    for what, number, count in (("stage", fault.stage, schedule.num_stages), ("device", fault.device, num_devices)):
+        if number is not None and not 0 <= number < count:
+            raise ConfigError(f"the run has the {what}s 0 to {count - 1}, not {number}; choose one of them to {fault.kind}")
+    if fault.before == CONNECT and fault.kind is FaultKind.HANG:
         raise ConfigError(f"a device that hangs before {CONNECT} may be awaited; choose another fault there")
+
+
+def _check_before(fault: DrillFault, schedule: Schedule, placement: Placement) -> None:
+    if fault.before in {None, SAVE, CONNECT}:
+        return
     texts: set[str] = set()
-    for number, program in enumerate(programs):
+    for number, program in enumerate(executable_programs(schedule, placement)):
         if fault.device == number or fault.stage in program.primary_stages:
             for item in program.items:
                 texts.add(str(getattr(item, "message", getattr(item, "collective", item))))
