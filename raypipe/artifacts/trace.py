@@ -285,7 +285,7 @@ class Trace:
             FormatError: The file cannot be written.
         """
         columns: dict[str, Any] = {name: [getattr(span, name) for span in self.spans] for name in _COLUMNS}
-        if str(path).endswith(".parquet"):
+        if str(path).lower().endswith(".parquet"):
             self._save_parquet(path, columns)
             return
         if not any(span.sender is not None for span in self.spans):

@@ -16,7 +16,7 @@ from raypipe.units import seconds, size
 
 
 @click.command(epilog=example("raypipe calibrate", "raypipe calibrate -o lab.json"))
-@click.option("-o", "--output", type=click.Path(), metavar="FILE", help="File to write.  [default: the one that predictions read]")
+@click.option("-o", "--output", type=click.Path(), metavar="FILE", help="File to write (.json).  [default: the one that predictions read]")
 @click.option("--address", help="Ray cluster to measure.  [default: a local one]")
 @json_option
 def calibrate(*, output: str | None, address: str | None, as_json: bool) -> None:
@@ -30,7 +30,7 @@ def calibrate(*, output: str | None, address: str | None, as_json: bool) -> None
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise InputError(f"{path}: its folder cannot be made ({error.strerror}); choose another with -o") from error
-    check_output(str(path))
+    check_output(str(path), suffixes=["json"] if output else [])
     from raypipe.profiling.calibrator import TRANSPORTS, calibrate  # noqa: PLC0415  # loads ray and torch
 
     notice("measuring for about a minute; keep the machine quiet meanwhile")

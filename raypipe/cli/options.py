@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -58,11 +59,11 @@ def example(*lines: str) -> str:
     return "\b\nExample:\n" + "\n".join(f"  {line}" for line in lines)
 
 
-def check_output(path: str | None, *inputs: str | None) -> None:
+def check_output(path: str | None, *inputs: str | None, suffixes: Sequence[str] = ()) -> None:
     """Refuse an output that cannot be written or would replace an input, before the work begins.
 
     Raises:
-        InputError: The path is a folder or an input, or has no folder.
+        InputError: The path is a folder or an input, has no folder, or ends with none of the suffixes, where some are given.
     """
     if not path:
         return
@@ -73,6 +74,8 @@ def check_output(path: str | None, *inputs: str | None) -> None:
     if not os.path.isdir(file.parent):
         raise InputError(f"{path}: cannot be written: its folder does not exist; make it first")
     check_not_input(path, *inputs)
+    if suffixes:
+        output_suffix(path, *suffixes)
 
 
 def check_not_input(output: str, *inputs: str | None) -> None:

@@ -144,7 +144,7 @@ def plan(
 
     Ctrl-C ends the search with the best plan so far, a second one without a plan.
     """
-    check_output(output, profile, topology)
+    check_output(output, profile, topology, suffixes=["json"])
     if (batch_size is None) == (microbatches is None) or (batch_size is not None and microbatch_size is not None):
         raise click.UsageError("give either --microbatches, with --microbatch-size if it is not the profile's, or --batch-size")
     model = (ModelProfile.load(profile), ClusterTopology.load(topology))

@@ -70,7 +70,7 @@ def probe(
     Messages go over the transports that training uses. Keep the cluster quiet meanwhile. What is written with -o can be planned and
     simulated with. What Sailor measured of GPUs and clouds is read with --from-sailor.
     """
-    check_output(output)
+    check_output(output, suffixes=["yaml", "yml"])
     _check_options(context)
     if from_sailor is not None:
         assert nodes is not None, "checked with the options"

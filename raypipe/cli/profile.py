@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import click
 
 from raypipe.artifacts.profile import ModelProfile
-from raypipe.cli.options import COUNT, FiniteRange, check_output, example, json_option, output_suffix
+from raypipe.cli.options import COUNT, FiniteRange, check_output, example, json_option
 from raypipe.cli.screen import console, notice, print_json
 from raypipe.cluster.signals import put_off
 from raypipe.config import TrainConfig
@@ -135,8 +135,7 @@ def profile(
     --from-sailor.
     """
     _check_options(context, config)
-    output_suffix(output, "json")
-    check_output(output, config, from_pipedream)
+    check_output(output, config, from_pipedream, suffixes=["json"])
     most = max_crossing if chain else None
     if from_pipedream is not None:
         assert microbatch_size is not None, "checked with the options"

@@ -51,7 +51,7 @@ def rehearse(
     as_json: bool,
 ) -> None:
     """Run the plan in the file PLAN on its cluster, with a wait for each computation and messages of the real size."""
-    check_output(output, plan)
+    check_output(output, plan, suffixes=["json", "parquet"])
     loaded = Plan.load(plan)
     with put_off():
         from raypipe.training.rehearsal import rehearse as run  # noqa: PLC0415  # loads ray and torch: not before the plan is known to be good

@@ -27,7 +27,7 @@ from raypipe.units import counted
 @json_option
 def simulate(plan: str, *, topology: str | None, output: str | None, as_json: bool) -> None:
     """Predict how long the plan in the file PLAN takes, without Ray, torch or a cluster."""
-    check_output(output, plan, topology)
+    check_output(output, plan, topology, suffixes=["json", "parquet"])
     loaded = Plan.load(plan)
     if topology:
         loaded = loaded.on(ClusterTopology.load(topology))

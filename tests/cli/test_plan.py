@@ -216,6 +216,26 @@ def test_outputs_are_looked_at_before_the_work(run: Run, inputs: tuple[object, .
         assert "/missing/out.json: cannot be written: its folder does not exist" in refused(run(*command, "-o", "/missing/out.json"))
 
 
+@pytest.mark.parametrize(
+    ("command", "suffixes"),
+    [
+        (("plan", "--profile", "none.json", "--topology", "none.yaml", "--microbatches", 4), ".json"),
+        (("simulate", "none.json"), ".json or .parquet"),
+        (("rehearse", "none.json"), ".json or .parquet"),
+        (("profile", "none.yaml"), ".json"),
+        (("probe",), ".yaml or .yml"),
+        (("calibrate",), ".json"),
+    ],
+)
+def test_an_output_with_the_ending_of_another_format_is_refused(
+    run: Run, command: tuple[object, ...], suffixes: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in ("raypipe.profiling.calibrator", "raypipe.cluster.prober"):
+        monkeypatch.setitem(sys.modules, module, types.ModuleType(module))  # stands in for what measures
+    output = tmp_path / "out.txt"
+    assert f"out.txt: cannot tell the format from the name; let it end with {suffixes}" in refused(run(*command, "-o", output))
+
+
 def test_calibrate_looks_at_its_output_before_it_measures(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # A stand-in for what loads ray and measures for most of a minute.
     stand_in = types.ModuleType("raypipe.profiling.calibrator")
