@@ -6,11 +6,15 @@ import re
 import time
 from collections.abc import Iterator, Mapping
 from typing import Any
+from urllib.parse import urlsplit
 
 from raypipe.callbacks.base import Callback
 from raypipe.callbacks.catalogue import require
 from raypipe.callbacks.events import End, Evaluation, Run, Window
+from raypipe.errors import ConfigError
 
+_TRACKING_URI = "MLFLOW_TRACKING_URI"
+_ALLOW_FOLDERS = "MLFLOW_ALLOW_FILE_STORE"
 _REFUSED = re.compile(r"[^\w./ -]+")  # in the name of a metric
 _MOST_METRICS = 1_000  # that MLflow takes in one call
 _LONGEST_VALUE = 6000  # characters of a parameter
@@ -21,10 +25,11 @@ class MLflow(Callback):
 
     Args:
         experiment: Experiment of the run.
-        tracking_uri: Server or folder; left out for MLflow's own choice (`MLFLOW_TRACKING_URI`).
+        tracking_uri: URI of a server; of a database, which needs the package `mlflow`; or a folder, which needs
+            `MLFLOW_ALLOW_FILE_STORE=true` in the environment. Left out for `MLFLOW_TRACKING_URI`, else for MLflow's own choice.
 
     Raises:
-        ConfigError: The package `mlflow` (or `mlflow-skinny`) is not installed.
+        ConfigError: The package `mlflow` (or `mlflow-skinny`) is not installed, or does not serve the URI.
     """
 
     def __init__(self, *, experiment: str = "raypipe", tracking_uri: str | None = None) -> None:
@@ -34,11 +39,22 @@ class MLflow(Callback):
         self._id = ""
 
     def on_start(self, run: Run) -> None:
-        """See `Callback`."""
-        from mlflow.tracking import MlflowClient  # noqa: PLC0415  # takes seconds to load
+        """See `Callback`; refuses a URI that the installed package does not serve."""
+        # These take seconds to load.
+        from mlflow.exceptions import MlflowException  # noqa: PLC0415
+        from mlflow.tracking import MlflowClient, get_tracking_uri  # noqa: PLC0415
+        from mlflow.tracking.registry import UnsupportedModelRegistryStoreURIException  # noqa: PLC0415
 
-        client = MlflowClient(tracking_uri=self._tracking_uri)
-        known = client.get_experiment_by_name(self._experiment)
+        scheme = urlsplit(self._tracking_uri or get_tracking_uri()).scheme
+        try:
+            client = MlflowClient(tracking_uri=self._tracking_uri)
+            known = client.get_experiment_by_name(self._experiment)
+        except UnsupportedModelRegistryStoreURIException:
+            raise _refused(f"does not serve URIs of {scheme!r}", "for a database install the whole of mlflow: pip install mlflow") from None
+        except MlflowException as error:
+            if _ALLOW_FOLDERS not in str(error):
+                raise
+            raise _refused("serves a folder only where it is told to", f"set {_ALLOW_FOLDERS}=true in the environment") from None
         experiment_id = client.create_experiment(self._experiment) if known is None else known.experiment_id
         self._id = client.create_run(experiment_id, run_name=run.name).info.run_id
         self._client = client
@@ -77,6 +93,14 @@ class MLflow(Callback):
     def _finish(self, status: str) -> None:
         client, self._client = self._client, None
         client.set_terminated(self._id, status=status)
+
+
+def _refused(problem: str, remedy: str) -> ConfigError:
+    # Without the URI, which may hold a password.
+    return ConfigError(
+        f"the callback 'mlflow': the installed mlflow {problem}; set the option tracking_uri, or {_TRACKING_URI}, to a server's URI, such "
+        f"as http://127.0.0.1:5000, or {remedy}"
+    )
 
 
 def _flat(content: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import importlib.metadata
 import math
 import time
 from dataclasses import replace
@@ -184,6 +185,30 @@ def test_mlflow_keeps_figures_and_configuration(tmp_path: Path, monkeypatch: pyt
         (4, 1.0),
     ]
     assert kept.data.metrics["link_bytes_per_s/a to b"] == 1e9
+
+
+@pytest.mark.filterwarnings("default")
+def test_where_mlflow_cannot_log_is_refused_with_what_would_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("mlflow")
+    monkeypatch.chdir(tmp_path)
+    for name in ("MLFLOW_ALLOW_FILE_STORE", "MLFLOW_TRACKING_URI"):
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(ConfigError, match=r"tracking_uri.* to a server's URI.* or set MLFLOW_ALLOW_FILE_STORE=true in the environment"):
+        MLflow(tracking_uri=str(tmp_path / "mlruns")).on_start(run(tmp_path))
+    if has_distribution("mlflow"):
+        pytest.skip("the whole of mlflow takes databases")
+    for uri in (None, "sqlite:///of-my-own.db", "postgresql://me:secret@host/runs"):
+        with pytest.raises(ConfigError, match=r"URIs of '(sqlite|postgresql)'; .* to a server's URI.* pip install mlflow") as told:
+            MLflow(tracking_uri=uri).on_start(run(tmp_path))
+        assert "secret" not in str(told.value)
+
+
+def has_distribution(name: str) -> bool:
+    try:
+        importlib.metadata.distribution(name)
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return True
 
 
 @pytest.mark.filterwarnings("default")
