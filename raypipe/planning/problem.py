@@ -16,6 +16,7 @@ import numpy.typing as npt
 from raypipe import stopping
 from raypipe.artifacts.profile import LayerTimes, ModelProfile
 from raypipe.artifacts.topology import ClusterTopology, Overheads, Path
+from raypipe.communication.buckets import MOST_BUCKETS
 from raypipe.communication.pattern_choice import LEAST_GAIN, SumTime, ring_time, sum_times
 from raypipe.communication.patterns import MOST_MESHED
 from raypipe.errors import PlanError
@@ -442,10 +443,14 @@ class Problem:
         """Return the seconds in which a worker's devices sum gradients, as `Cost.collective_s` does; infinite without links."""
         if len(group) == 1:
             return num_bytes * 0.0
-        times = self._times_of(tuple(group))
-        usual_s = best_s = times[0].latency_s + num_bytes * times[0].s_per_byte
-        for time in times[1:]:
-            best_s = np.minimum(best_s, time.latency_s + num_bytes * time.s_per_byte)
+        usual_s, *others_s = (
+            # Of several buckets the last one alone has none behind it that passes while its shares wait.
+            time.latency_s + num_bytes * (time.s_per_byte - (1 - 1 / MOST_BUCKETS) * time.waiting_s_per_byte)
+            for time in self._times_of(tuple(group))
+        )
+        best_s = usual_s
+        for seconds in others_s:
+            best_s = np.minimum(best_s, seconds)
         return np.where(usual_s > LEAST_GAIN * best_s, best_s, usual_s)
 
     def layers_sum_s(self, group: Devices, first: int, end: int) -> float:
