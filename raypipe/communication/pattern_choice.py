@@ -19,7 +19,6 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from operator import itemgetter
 from typing import NamedTuple, Protocol
 
 from raypipe.communication.patterns import MOST_MESHED, Hop, Pattern, direct, ring, tree
@@ -205,21 +204,28 @@ def exchange_s(num_members: int, path: PathOf) -> float:
 def joining(num_members: int, path: PathOf) -> Pattern | None:
     """Return the tree of the best links that join members both ways, `None` where they do not join all.
 
-    The least of its bandwidths is the largest possible (a maximum spanning tree, by Prim's algorithm). Of equal links that of the newest
-    member counts, so that members have few neighbors.
+    The least of its bandwidths is the largest possible (a maximum spanning tree, by Prim's algorithm). Of equal links that of the member
+    that sends the least so far counts, then that of the newest.
     """
-    best: dict[int, tuple[float, int]] = dict.fromkeys(range(1, num_members), (0.0, 0))
+
+    def rate(one: int, other: int) -> float:
+        ways = path(one, other), path(other, one)
+        return min(way.bandwidth_bytes_per_s for way in ways) if all(way.latency_s < math.inf for way in ways) else 0.0
+
+    best = dict.fromkeys(range(1, num_members), 0.0)
+    sends = {0: 0.0}  # By member that the tree has, the newest last, seconds for each byte to all neighbors.
     edges: list[tuple[int, int]] = []
     newest = 0
     while best:
         for other, known in best.items():
-            ways = path(newest, other), path(other, newest)
-            if all(way.latency_s < math.inf for way in ways):
-                best[other] = max((min(way.bandwidth_bytes_per_s for way in ways), newest), known, key=itemgetter(0))
-        newest = max(best, key=lambda member: best[member][0])
-        bandwidth, neighbor = best.pop(newest)
+            best[other] = max(known, rate(newest, other))
+        newest = max(best, key=best.__getitem__)
+        bandwidth = best.pop(newest)
         if not bandwidth:
             return None
+        neighbor = min((member for member in reversed(sends) if rate(member, newest) == bandwidth), key=sends.__getitem__)
+        sends[neighbor] += 1 / bandwidth
+        sends[newest] = 1 / bandwidth
         edges.append((min(neighbor, newest), max(neighbor, newest)))
     return tree(sorted(edges), is_meshed=are_meshed(num_members, path))
 

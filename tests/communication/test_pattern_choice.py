@@ -17,6 +17,7 @@ from raypipe.communication.pattern_choice import (
     candidates,
     exchange,
     exchange_s,
+    joining,
     ring_time,
     sum_pattern,
     sum_time,
@@ -144,6 +145,20 @@ def test_a_member_behind_a_slow_port_is_a_leaf_of_a_tree() -> None:
     # It sends and takes all numbers once, as shares or totals, and its neighbor sends to one more; in a ring three quarters of them twice.
     assert sum_time(pattern, nodes, path).s_per_byte == pytest.approx(1 / (RATE / 10) + 1 / RATE)
     assert sum_time(ring(range(4)), nodes, path).s_per_byte == pytest.approx(1.5 / (RATE / 10))
+
+
+def test_among_equal_links_those_of_members_that_send_little_make_the_tree() -> None:
+    # One link is ten times as quick as all others: the two at its ends take one more member each, whatever their numbers.
+    topology = ClusterTopology.uniform(4, bandwidth_bytes_per_s=RATE, latency_s=LATENCY_S, devices_per_node=1)
+    names = [node.name for node in topology.nodes]
+    quick = Link(source=names[0], target=names[1], bandwidth_bytes_per_s=10 * RATE, latency_s=LATENCY_S)
+    topology = replace(topology, links=(quick,))
+    for order in itertools.permutations(device.name for device in topology.devices):
+        nodes, path = members_of(topology, order)
+        pattern = joining(4, path)
+        assert pattern is not None
+        assert sorted(map(len, pattern.neighbors)) == [1, 1, 2, 2]
+        assert sum_time(pattern, nodes, path).s_per_byte == pytest.approx(1.325 / RATE)
 
 
 def test_small_numbers_of_many_members_go_around_the_ring() -> None:
