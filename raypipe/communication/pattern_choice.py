@@ -204,26 +204,26 @@ def exchange_s(num_members: int, path: PathOf) -> float:
 def joining(num_members: int, path: PathOf) -> Pattern | None:
     """Return the tree of the best links that join members both ways, `None` where they do not join all.
 
-    The least of its bandwidths is the largest possible (a maximum spanning tree, by Prim's algorithm). Of equal links that of the member
-    that sends the least so far counts, then that of the newest.
+    The least of its bandwidths is the largest possible (a maximum spanning tree, by Prim's algorithm). Members with the best links come
+    first; of equal links that of the member that sends the least so far counts, then that of the newest.
     """
-
-    def rate(one: int, other: int) -> float:
+    rates = [[0.0] * num_members for _ in range(num_members)]
+    for one, other in itertools.combinations(range(num_members), 2):
         ways = path(one, other), path(other, one)
-        return min(way.bandwidth_bytes_per_s for way in ways) if all(way.latency_s < math.inf for way in ways) else 0.0
-
-    best = dict.fromkeys(range(1, num_members), 0.0)
-    sends = {0: 0.0}  # By member that the tree has, the newest last, seconds for each byte to all neighbors.
+        if all(way.latency_s < math.inf for way in ways):
+            rates[one][other] = rates[other][one] = min(way.bandwidth_bytes_per_s for way in ways)
+    newest, *others = sorted(range(num_members), key=lambda member: -max(rates[member]))
+    best = dict.fromkeys(others, 0.0)
+    sends = {newest: 0.0}  # By member that the tree has, the newest last, seconds for each byte to all neighbors.
     edges: list[tuple[int, int]] = []
-    newest = 0
     while best:
         for other, known in best.items():
-            best[other] = max(known, rate(newest, other))
+            best[other] = max(known, rates[newest][other])
         newest = max(best, key=best.__getitem__)
         bandwidth = best.pop(newest)
         if not bandwidth:
             return None
-        neighbor = min((member for member in reversed(sends) if rate(member, newest) == bandwidth), key=sends.__getitem__)
+        neighbor = min((member for member in reversed(sends) if rates[member][newest] == bandwidth), key=sends.__getitem__)
         sends[neighbor] += 1 / bandwidth
         sends[newest] = 1 / bandwidth
         edges.append((min(neighbor, newest), max(neighbor, newest)))
