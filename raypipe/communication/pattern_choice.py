@@ -4,11 +4,11 @@ A sum's time is that of all its shares, then that of all its totals, and the lat
 busiest link decides, or the busiest member: what a member sends to others of its node goes one after the other, and so does what it
 sends to other nodes. Members of one node that do the latter use its wires in the same order, one wire at a time.
 
-The tree of the best links needs no bad one, over which a circle may have to close. There the totals of some slices pass a link one way
-while shares of others pass it the other way: a leaf sends, and takes, the bytes of the sum once, and the busiest link decides. Where others
-are as busy, shares wait for each other on their way, and it takes half as long again as two phases would take longer (within 3 % of what
-the actors' rules give chunk by chunk, along chains of 4 to 8). Members of whom some cannot communicate, both ways, have no other way; where
-links do not join them all, they cannot sum at all.
+The tree of the best links needs no bad one, over which a circle may have to close. There, totals of some slices pass a link one way
+while shares of others pass it the other way. The busiest link decides: a leaf sends, and takes, the bytes of the sum once. Where other
+links are as busy, shares wait for each other: half of the seconds by which two phases over these others would take longer are added. That
+is within 3 % of the actors' rules played chunk by chunk along chains of 4 to 8. Members of whom some cannot communicate, both ways, have
+no other way; where links do not join them all, they cannot sum at all.
 """
 
 from __future__ import annotations

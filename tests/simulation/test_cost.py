@@ -455,3 +455,19 @@ def test_replicas_of_a_worker_each_hold_the_stage() -> None:
     found = plan_cost(replace(one_each, workers=workers))
     assert sorted(found.stages) == [(0, 0), (1, 0), (2, 1)]
     assert found.devices == ("device0", "device1", "device2")
+
+
+def test_all_sums_of_the_same_devices_have_the_pattern_of_the_largest_as_in_a_run() -> None:
+    # Three quick wires and a bad one: few bytes are exchanged at once, many go round it.
+    devices = (0, 1, 2, 3)
+
+    def path(source: int, target: int) -> Path:
+        bandwidth = 1e6 if {source, target} == {0, 1} else 1e8
+        return Path(0.05, bandwidth, ((f"{source}->{target}", bandwidth),))
+
+    stages = {(device, stage): replace(STAGE, parameter_bytes=size) for device in devices for stage, size in enumerate((10**9, 1000))}
+    cost = Cost(devices=("a", "b", "c", "d"), stages=stages, edge_bytes={}, path=path)
+    large, small = (Collective(CollectiveKind.GRADIENTS, stage, 0, 0, devices) for stage in (0, 1))
+    assert cost.pattern(large) != cost.pattern(small)
+    of_run = cost.with_patterns([small, large])
+    assert of_run.pattern(small) == of_run.pattern(large) == cost.pattern(large)
