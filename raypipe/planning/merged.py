@@ -20,6 +20,7 @@ from raypipe.planning.evaluator import Evaluation, LayoutEvaluator
 from raypipe.planning.layout import Layout
 from raypipe.planning.layout_schedules import MergedSchedules, window_updates
 from raypipe.planning.problem import Devices, Problem
+from raypipe.planning.shared_wires import CopiedStage
 from raypipe.schedules.collectives import Collective
 from raypipe.schedules.ir import OpKind, Schedule
 from raypipe.simulation.compiled import CompiledOrder
@@ -140,9 +141,8 @@ class MergedEvaluator(LayoutEvaluator):
         for worker, stage in stages:
             group = layout.workers[worker]
             if len(group) > 1:
-                num_bytes = float(self.problem.summed_prefix[layout.cuts[stage + 1]] - self.problem.summed_prefix[layout.cuts[stage]])
-                loads = self.estimator.wires.loads(group, num_bytes)
-                busy_s[worker, stage] = {wire: num_bytes * s_per_byte for wire, s_per_byte in loads.items()}
+                first, end = layout.cuts[stage : stage + 2]
+                busy_s[worker, stage] = self.estimator.wires.busy_s([CopiedStage(group, first, end, 0.0, 0.0)])
         users = Counter(wire for _, wire in {(worker, wire) for (worker, _), of_stage in busy_s.items() for wire in of_stage})
         return {place: {wire: seconds for wire, seconds in of_stage.items() if users[wire] > 1} for place, of_stage in busy_s.items()}
 
