@@ -344,7 +344,6 @@ class StageActor:
             library=self._library() if order.channels or order.groups else None,
             over_tcp=order.over_tcp,
             ways=order.ways(self.identity.device),
-            wires=order.wires[self.identity.device] if order.wires else {},
         )
         built = stages.order
         self._executor = Executor(

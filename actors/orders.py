@@ -84,7 +84,7 @@ class ConnectOrder:
         channels: Ordered pairs of devices that exchange messages.
         shared: Those channels that go through shared memory; the others go over TCP or gloo, or NCCL between GPUs.
         over_tcp: Whether they, and sums, go over raypipe's own connections, and not over gloo.
-        nodes: Ray node of each device; what leaves for other nodes takes turns.
+        nodes: Ray node of each device; see `ways`.
         groups: Members of each sum.
         patterns: Patterns of sums by members, at first; where left out a ring in the order of the members.
         wires: See `Wiring`.
@@ -109,9 +109,10 @@ class ConnectOrder:
     number: int = 0
 
     def ways(self, device: int) -> dict[int, str]:
-        """Return what a device's transfers to each other device have to share: its node's port, or nothing within the node."""
-        own = self.nodes[device]
-        return {peer: f"within {peer}" if node == own else "port" for peer, node in enumerate(self.nodes) if peer != device}
+        """Return what transfers to each other device share: nothing within the node, else a wire, or the port if none is known."""
+        own, wires = self.nodes[device], self.wires[device] if self.wires else {}
+        outside = {peer: f"wire {wires[peer]}" if peer in wires else "port" for peer in range(len(self.nodes))}
+        return {peer: f"within {peer}" if node == own else outside[peer] for peer, node in enumerate(self.nodes) if peer != device}
 
 
 @dataclass(frozen=True)

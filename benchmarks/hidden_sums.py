@@ -21,9 +21,9 @@ from functools import partial
 from typing import Any
 
 from models import makers
-from planners_on_wire import CASES, MBIT, NUM_NODES, Case, fitted, network
+from planners_on_wire import CASES, MBIT, NUM_NODES, Case, network
 from rounds import Summary, in_rounds, print_table, write_json
-from wire import on_nodes, rehearsed_s, scaled
+from wire import fitted, on_nodes, rehearsed_s, scaled
 
 from raypipe.artifacts.plan import Plan
 from raypipe.planning.evaluator import Evaluation, LayoutEvaluator

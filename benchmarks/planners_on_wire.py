@@ -25,21 +25,14 @@ from typing import Any
 from models import makers
 from planning import regrouped
 from rounds import Summary, in_rounds, print_table, write_json
-from wire import GOODPUT, LATENCY_S, on_nodes, rehearsed_s, scaled
+from wire import GOODPUT, LATENCY_S, fitted, on_nodes, rehearsed_s, scaled
 
 from raypipe import simulate
-from raypipe.actors.execution.programs import executable_programs
 from raypipe.artifacts.plan import Plan
 from raypipe.artifacts.topology import ClusterTopology, Device, Link, Node, Overheads
-from raypipe.artifacts.trace import Trace
 from raypipe.planning.evaluator import LayoutEvaluator
 from raypipe.planning.problem import Problem
 from raypipe.planning.solve import solve
-from raypipe.profiling.overhead_fit import Observations
-from raypipe.simulation.plan_cost import plan_cost, stage_buckets
-from raypipe.training.run_schedules import window_of
-from tests.multinode.cluster import Cluster
-from tests.multinode.driver import Driver
 
 MBIT = 1e6 / 8
 NUM_NODES = 4
@@ -97,18 +90,6 @@ def plans(problem: Problem) -> Iterator[tuple[str, Plan]]:
     for name in PLANNERS:
         evaluator = LayoutEvaluator(regrouped(problem) if name in COPIED else problem)
         yield name, evaluator.plan(solve(evaluator, name=name), planner=name, lower_bound_s=0.0)
-
-
-def fitted(machines: Cluster, commands: Driver, plan: Plan) -> Overheads:
-    """Return what Ops take beyond their waits in a rehearsal of a plan; what messages take is the links'."""
-    path = machines.folder / "fitted.json"
-    plan.save(path)
-    commands.run("rehearse", path, "--updates", 2, "-o", path.with_suffix(".trace.json"))
-    trace, observations = Trace.load(path.with_suffix(".trace.json")), Observations()
-    schedule = window_of(plan.schedule, trace.num_updates)
-    observations.add(executable_programs(schedule, plan.placement, stage_buckets(plan.profile, plan.cut)), trace, plan_cost(plan))
-    found = observations.costs().overheads
-    return Overheads(forward_s=found.forward_s, backward_s=found.backward_s)
 
 
 def misplaced(simulated: dict[str, float], rehearsed: dict[str, float]) -> list[tuple[str, str]]:

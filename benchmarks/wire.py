@@ -3,7 +3,8 @@
     python benchmarks/wire.py [--cases NAME ...] [--rounds 3] [--simulate] [--json FILE]     # as root, with iproute2
 
 A wire between two nodes carries 200 Mbit/s each way, whatever devices use it; the actors wait for the time of their computation, messages
-and sums are real. Seconds of an update with a flush.
+and sums are real. Seconds of an update with a flush. *Told* is the simulator that knows what an F and a B take beyond their waits, from one
+rehearsal. But in the cases of own and unlike wires, what leaves a node is stated to pass its one port.
 
     two sums          two stages, each with a copy on either node: both sums pass the wire between them
     sum and messages  three stages by GPipe's order: the last one has a copy on either node and sums while gradients of earlier stages,
@@ -11,6 +12,8 @@ and sums are real. Seconds of an update with a flush.
     sum and another   two stages, the second on two nodes: what these send to the first, and their sum, leave over wires of their own, one
                       after the other
     bad wires         data parallelism on four nodes; all wires but those along 2 - 0 - 3 - 1 have a tenth: the sum goes along a tree
+    own wires         the same where all wires are alike, and stated as links: what leaves over several passes at once
+    unlike wires      the same where two of them have a tenth: slices go along trees of their own
     four chunks       interleaved on two workers of two nodes each: a worker's chunks sum over one wire
     cnn, planned      VGG-16 (PipeDream's profile; bytes over 40) on four nodes of two devices: raypipe's plan
     cnn, copies       the same as data parallelism, its sums in buckets that overlap the last backward
@@ -35,13 +38,19 @@ from rounds import Summary, in_rounds, print_table, write_json
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the cluster in namespaces is made by the tests' own tools
 
+from raypipe import simulate
+from raypipe.actors.execution.programs import executable_programs
 from raypipe.artifacts.plan import Plan
 from raypipe.artifacts.profile import ModelProfile
-from raypipe.artifacts.topology import ClusterTopology, Device, Link, Node, NodeLink
+from raypipe.artifacts.topology import ClusterTopology, Device, Link, Node, NodeLink, Overheads
+from raypipe.artifacts.trace import Trace
 from raypipe.planning.evaluator import Evaluation, LayoutEvaluator
 from raypipe.planning.layout import Layout
 from raypipe.planning.problem import Problem
 from raypipe.planning.solve import solve
+from raypipe.profiling.overhead_fit import Observations
+from raypipe.simulation.plan_cost import plan_cost, stage_buckets
+from raypipe.training.run_schedules import window_of
 from tests.multinode.cluster import Cluster, cluster
 from tests.multinode.driver import Driver, driver
 
@@ -58,8 +67,8 @@ def rates(count: int, bad: Collection[tuple[int, int]]) -> dict[tuple[int, int],
     return {ends: WIRE_BYTES_PER_S / (10 if ends in bad or ends[::-1] in bad else 1) for ends in itertools.permutations(range(count), 2)}
 
 
-def nodes(count: int, devices: int, bad: Collection[tuple[int, int]] = ()) -> ClusterTopology:
-    """Return equal nodes whose pairs have a wire each."""
+def nodes(count: int, devices: int, bad: Collection[tuple[int, int]] = (), *, are_stated: bool = False) -> ClusterTopology:
+    """Return equal nodes whose pairs have a wire each; the bad ones are stated as links, or all."""
     of_pair = rates(count, bad)
     return ClusterTopology(
         name="wires",
@@ -73,7 +82,7 @@ def nodes(count: int, devices: int, bad: Collection[tuple[int, int]] = ()) -> Cl
         ),
         links=tuple(
             Link(source=f"node{one}", target=f"node{other}", latency_s=LATENCY_S, bandwidth_bytes_per_s=of_pair[one, other] * GOODPUT)
-            for one, other in bad
+            for one, other in (itertools.combinations(range(count), 2) if are_stated else bad)
         ),
         default_link=NodeLink(latency_s=LATENCY_S, bandwidth_bytes_per_s=WIRE_BYTES_PER_S * GOODPUT),
     )
@@ -104,7 +113,7 @@ def _uniform(num_layers: int, *, output_bytes: int, parameter_bytes: int) -> Mod
 
 @dataclass(frozen=True)
 class Case:
-    """A layout to rehearse; raypipe's or a baseline's where `layout` is a planner's name. `bad` wires have a tenth of the others' rate."""
+    """A layout to rehearse; raypipe's or a baseline's where `layout` is a planner's name. See `nodes`."""
 
     profile: Callable[[], ModelProfile]
     num_nodes: int
@@ -112,11 +121,12 @@ class Case:
     num_microbatches: int
     layout: Layout | str
     bad: tuple[tuple[int, int], ...] = ()
+    are_stated: bool = False
 
     def evaluated(self) -> tuple[LayoutEvaluator, Evaluation]:
         """Return the simulated layout and who simulated it."""
         profile = self.profile()
-        topology = nodes(self.num_nodes, self.devices, self.bad)
+        topology = nodes(self.num_nodes, self.devices, self.bad, are_stated=self.are_stated)
         evaluator = LayoutEvaluator(Problem(profile, topology, self.num_microbatches, profile.microbatch_size))
         found = solve(evaluator, name=self.layout) if isinstance(self.layout, str) else evaluator.simulate(self.layout)
         assert found is not None, "these layouts are valid"
@@ -150,6 +160,23 @@ CASES = {
         Layout((0, 4), ((0, 1, 2, 3),), "1f1b"),
         bad=((0, 1), (1, 2), (2, 3)),
     ),
+    "own wires": Case(
+        partial(_uniform, 4, output_bytes=1000, parameter_bytes=4_000_000),
+        4,
+        1,
+        4,
+        Layout((0, 4), ((0, 1, 2, 3),), "1f1b"),
+        are_stated=True,
+    ),
+    "unlike wires": Case(
+        partial(_uniform, 4, output_bytes=1000, parameter_bytes=4_000_000),
+        4,
+        1,
+        4,
+        Layout((0, 4), ((0, 1, 2, 3),), "1f1b"),
+        bad=((0, 1), (2, 3)),
+        are_stated=True,
+    ),
     "four chunks": Case(
         partial(_uniform, 8, output_bytes=100_000, parameter_bytes=4_000_000),
         4,
@@ -176,8 +203,20 @@ def rehearsed_s(machines: Cluster, commands: Driver, plan: Plan, *, num_updates:
     return float(commands.json("rehearse", path, "--updates", num_updates)["update_s"])
 
 
+def fitted(machines: Cluster, commands: Driver, plan: Plan) -> Overheads:
+    """Return what Ops take beyond their waits in a rehearsal of a plan; what messages take is the links'."""
+    path = machines.folder / "fitted.json"
+    plan.save(path)
+    commands.run("rehearse", path, "--updates", 2, "-o", path.with_suffix(".trace.json"))
+    trace, observations = Trace.load(path.with_suffix(".trace.json")), Observations()
+    schedule = window_of(plan.schedule, trace.num_updates)
+    observations.add(executable_programs(schedule, plan.placement, stage_buckets(plan.profile, plan.cut)), trace, plan_cost(plan))
+    found = observations.costs().overheads
+    return Overheads(forward_s=found.forward_s, backward_s=found.backward_s)
+
+
 def measured(name: str, *, rounds: int) -> dict[str, Any]:
-    """Return the seconds of an update as estimated, simulated and, with rounds, rehearsed."""
+    """Return the seconds of an update as estimated and simulated, with rounds also told and rehearsed."""
     case = CASES[name]
     evaluator, found = case.evaluated()
     result: dict[str, Any] = {"name": name, "layout": str(found.layout), "simulated_s": found.update_s}
@@ -185,8 +224,9 @@ def measured(name: str, *, rounds: int) -> dict[str, Any]:
     if rounds:
         plan = evaluator.plan(found, planner="given", lower_bound_s=0.0)
         with on_nodes(case.num_nodes, case.devices, rates=rates(case.num_nodes, case.bad)) as (machines, commands):
+            told = plan.on(replace(plan.topology, overheads=fitted(machines, commands, plan)))
             runs = in_rounds({name: partial(rehearsed_s, machines, commands, plan)}, num_rounds=rounds)
-        result["rehearsed_s"] = Summary.of(runs[name])
+        result |= {"told_s": simulate(told).update_s, "rehearsed_s": Summary.of(runs[name])}
     return result
 
 
@@ -195,8 +235,9 @@ def _row(result: dict[str, Any]) -> dict[str, str]:
     row = {"case": result["name"], "estimated s": "-" if estimated_s is None else f"{estimated_s:.3f}"}
     row["simulated s"] = f"{result['simulated_s']:.3f}"
     if rehearsed is not None:
+        row["told s"] = f"{result['told_s']:.3f}"
         row["rehearsed s"] = f"{rehearsed.median:.3f} +-{rehearsed.spread:.3f}"
-        row["rehearsed over simulated"] = f"{rehearsed.median / result['simulated_s']:.3f}"
+        row["rehearsed over told"] = f"{rehearsed.median / result['told_s']:.3f}"
     return row
 
 

@@ -53,7 +53,6 @@ class ProcessTransport:
         communication: How transfers over TCP share links.
         ways: For each peer what its transfers over TCP have to share with those of others of this name. By default all peers on other hosts
             are behind one, the port of the node, and each peer on this host has its own.
-        wires: For each peer of one way the wire behind it, if it is known; a message waits for no message on another wire.
         receives_ahead: Messages of a gloo channel whose receives are posted ahead.
         library: CUDA and NCCL, which carry sums and the channels that are not in `shared`; `None` for CPU devices.
     """
@@ -75,7 +74,6 @@ class ProcessTransport:
         over_tcp: bool = True,
         communication: Communication = SCHEDULED,
         ways: Mapping[int, Hashable] | None = None,
-        wires: Mapping[int, Hashable] | None = None,
         receives_ahead: int = 4,
         library: cuda_ipc.SharingLibrary | None = None,
     ) -> None:
@@ -96,7 +94,6 @@ class ProcessTransport:
             over_tcp=over_tcp,
             communication=communication,
             ways=ways,
-            wires=wires or {},
             receives_ahead=receives_ahead,
             library=library,
             host_ip=host_ip,

@@ -172,6 +172,7 @@ class _Sent:
     traffic = Traffic.MESSAGE
     collective: Collective | None = None
     deadline = 0
+    turn = 0
     unit = 1
 
     def __init__(self, channel: Outgoing, announced: _Announced, carried: Sequence[Tensor]) -> None:

@@ -68,7 +68,7 @@ class Holds:
         own: Its address.
         secret: Of the run; datagrams prove to know it.
         addresses: Those of the others, on this host or not.
-        rate: Returns the bytes per second of the port.
+        rate: Returns the bytes per second of what goes to a peer.
         summing: Returns the devices that send sums to this one.
     """
 
@@ -80,7 +80,7 @@ class Holds:
         addresses: Mapping[int, Address],
         *,
         secret: Secret,
-        rate: Callable[[], float],
+        rate: Callable[[int], float],
         summing: Callable[[], Collection[int]],
     ) -> None:
         self.end = end
@@ -104,13 +104,13 @@ class Holds:
 
     def leaves(self, peer: int, num_bytes: int) -> None:
         """Say that a message begins to leave."""
-        if self._of_node and peer in self._far and (seconds := self._seconds(num_bytes)):
+        if self._of_node and peer in self._far and (seconds := self._seconds(peer, num_bytes)):
             for other in self._of_node:
                 self._say(other, _Say.LEAVES, seconds)
 
     def comes(self, peer: int, num_bytes: int) -> bool:
         """Say that a message begins to come, if it is a long one; return whether it is."""
-        if peer not in self._far or not (seconds := self._seconds(num_bytes)):
+        if peer not in self._far or not (seconds := self._seconds(peer, num_bytes)):
             return False
         self._coming.add(peer)
         self._enters(seconds)
@@ -131,8 +131,8 @@ class Holds:
         for other in self._far.intersection(self._summing()) - self._coming:
             self._say(other, _Say.HOLD, seconds)
 
-    def _seconds(self, num_bytes: int) -> float:
-        alone_s = num_bytes / self._rate()
+    def _seconds(self, peer: int, num_bytes: int) -> float:
+        alone_s = num_bytes / self._rate(peer)
         return min(_LONGER * alone_s, _MOST_S) if alone_s >= _LEAST_S else 0.0
 
     def _say(self, other: int, what: _Say, seconds: float) -> None:

@@ -15,7 +15,7 @@ import struct
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Hashable
+from collections.abc import Callable, Generator
 from contextlib import suppress
 from enum import IntEnum
 from typing import NamedTuple, Protocol
@@ -117,7 +117,6 @@ class Link:
     """A connection with a peer.
 
     Attributes:
-        wire: What is known to be passed by it and by no link of another wire; `None` if nothing is.
         lock: Held by who reads.
         tasks: What the next reader does first.
         ended: Why nothing more will come.
@@ -129,10 +128,9 @@ class Link:
         receipts: Chunks that have come, the newest.
     """
 
-    def __init__(self, peer: int, end: socket.socket, *, wire: Hashable = None) -> None:
+    def __init__(self, peer: int, end: socket.socket) -> None:
         self.peer = peer
         self.end = end
-        self.wire = wire
         self.descriptor = end.fileno()
         self._waits_s: float | None = None
         self._low_bytes = 1

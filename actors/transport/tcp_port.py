@@ -12,9 +12,8 @@ from raypipe.actors.transport.tcp_link import Link, Receipt
 from raypipe.actors.transport.tcp_receiver import Receiver
 from raypipe.actors.transport.tcp_sender import Sender
 from raypipe.actors.transport.tcp_sum import TcpSumGroup
-from raypipe.actors.transport.tcp_way import USUAL_BYTES_PER_S, Departure, Way
-from raypipe.communication.pattern_choice import exchange
-from raypipe.communication.patterns import MOST_MESHED, Pattern
+from raypipe.actors.transport.tcp_way import Departure, Way
+from raypipe.communication.patterns import MOST_MESHED, Pattern, exchange
 from raypipe.communication.policy import Communication
 
 
@@ -27,11 +26,10 @@ class Port:
         connections: tcp.Connections,
         communication: Communication,
         ways: Mapping[int, Hashable] | None,
-        wires: Mapping[int, Hashable],
     ) -> None:
         self.device = device
         connected = connections.ends
-        self.links = {peer: Link(peer, one.end, wire=wires.get(peer)) for peer, one in connected.items()}
+        self.links = {peer: Link(peer, one.end) for peer, one in connected.items()}
         by_way: dict[Hashable, list[Link]] = {}
         for peer, link in self.links.items():
             own = ("peer", peer)
@@ -39,7 +37,7 @@ class Port:
             way = (ways or {}).get(peer, by_default) if communication.holds else own
             by_way.setdefault(way, []).append(link)
         all_ways = [Way(links, communication) for links in by_way.values()]
-        self._far_ways = [way for way in all_ways if not all(connected[link.peer].is_local for link in way.links)]
+        self._way_of = {link.peer: way for way in all_ways for link in way.links}
         self.holds = Holds(
             device,
             connections.datagrams,
@@ -65,10 +63,9 @@ class Port:
         host_ip: str | None,
         communication: Communication,
         ways: Mapping[int, Hashable] | None,
-        wires: Mapping[int, Hashable],
     ) -> Port:
         """Connect with peers; `others` have ports, too. Raises as `ProcessTransport.connect`."""
-        port = cls(rendezvous.device, tcp.connect(rendezvous, peers, others=others, host_ip=host_ip), communication, ways, wires)
+        port = cls(rendezvous.device, tcp.connect(rendezvous, peers, others=others, host_ip=host_ip), communication, ways)
         try:
             rendezvous.aborting.add(port.links.values())
         except BaseException:
@@ -76,8 +73,8 @@ class Port:
             raise
         return port
 
-    def _bytes_per_s(self) -> float:
-        return max((way.bytes_per_s for way in self._far_ways), default=USUAL_BYTES_PER_S)
+    def _bytes_per_s(self, peer: int) -> float:
+        return self._way_of[peer].bytes_per_s
 
     @property
     def departures(self) -> tuple[Departure, ...]:

@@ -32,7 +32,8 @@ from raypipe.actors.transport.tcp_channel import plain
 from raypipe.actors.transport.tcp_link import HEADER, Kind, Link
 from raypipe.actors.transport.tcp_receiver import Receiver
 from raypipe.actors.transport.tcp_sender import Sender
-from raypipe.communication.patterns import Part, Pattern, Route, slice_starts
+from raypipe.actors.transport.tcp_way import ARRIVALS
+from raypipe.communication.patterns import Part, Pattern, Route
 from raypipe.communication.policy import Traffic
 from raypipe.communication.shards import Segment, gathered, reduced, slice_owners
 from raypipe.errors import TransportTimeoutError
@@ -100,21 +101,29 @@ def _identity(collective: Collective, number: int) -> int:
 
 
 class _Ways(NamedTuple):
-    """Where the slices of a vector start, with its end, what a member does with each, and in which order it begins with them."""
+    """Where the slices of a vector start, with its end, what a member does with each, and in which order it begins with them.
+
+    Attributes:
+        in_step: Whether all members pass one slice after the other.
+    """
 
     starts: Sequence[int]
     parts: tuple[Part, ...]
     order: tuple[int, ...]
+    in_step: bool
 
 
 @lru_cache(maxsize=256)
-def _ways(pattern: Pattern, position: int, numel: int, segments: tuple[Segment, ...], *, gathers: bool) -> _Ways:
+def _ways(pattern: Pattern, position: int, numel: int, segments: tuple[Segment, ...], *, item_bytes: int, gathers: bool) -> _Ways:
+    in_step = False
     if not segments:
-        starts, routes = slice_starts(numel, pattern.num_members), pattern.routes
+        starts, routes = pattern.starts(numel), pattern.routes
+        in_step = pattern.passes_in_step(numel * item_bytes)
     else:
         pieces = gathered(pattern, segments) if gathers else reduced(pattern, numel, segments)
         starts, routes = [*(piece.start for piece in pieces), numel], tuple(piece.route for piece in pieces)
-    return _Ways(starts, tuple(route.part(position) for route in routes), _order(pattern, position, routes))
+    order = tuple(range(len(routes))) if in_step else _order(pattern, position, routes)
+    return _Ways(starts, tuple(route.part(position) for route in routes), order, in_step)
 
 
 def _order(pattern: Pattern, position: int, routes: Sequence[Route]) -> tuple[int, ...]:
@@ -122,7 +131,7 @@ def _order(pattern: Pattern, position: int, routes: Sequence[Route]) -> tuple[in
     # so that totals come back while shares of others still leave.
     first = position * len(routes) // pattern.num_members
     order = (*range(first, len(routes)), *range(first))
-    if not pattern.edges:
+    if not pattern.trees:
         return order
     return tuple(sorted(order, key=lambda number: -routes[number].num_hops(position)))
 
@@ -137,15 +146,16 @@ def _exchanged(pattern: Pattern, position: int) -> tuple[Part, ...]:
 class _Flow:
     """What goes to another member of one slice, as share or as total, in the queue of its way."""
 
-    __slots__ = ("collective", "deadline", "first", "kind", "link", "ready", "sent", "sequence", "total", "traffic", "unit")
+    __slots__ = ("collective", "deadline", "first", "kind", "link", "ready", "sent", "sequence", "total", "traffic", "turn", "unit")
 
-    def __init__(self, total: TcpSum, kind: Kind, link: Link, *, first: int, traffic: Traffic, deadline: int) -> None:
+    def __init__(self, total: TcpSum, kind: Kind, link: Link, *, first: int, turn: int) -> None:
         self.total = total
         self.link = link
         self.collective: Collective | None = total.collective
-        self.traffic = traffic
-        self.deadline = deadline
-        self.sequence = -1
+        self.traffic = total.traffic
+        self.deadline = total.deadline
+        self.sequence = total.sequence
+        self.turn = turn
         self.kind = kind
         self.first = first
         self.ready = 0
@@ -239,6 +249,7 @@ class TcpSum:
     Attributes:
         text: See `SumSink`.
         memory: The numbers: this member's, then shares that it has added to, then totals.
+        sequence: See `Entry`; negative where slices do not pass one after the other.
     """
 
     def __init__(
@@ -268,12 +279,12 @@ class TcpSum:
         if places.numel * self._summed.itemsize <= _SMALL_BYTES and not gathers:
             starts = [number * numel for number in range(num_members + 1)]
             parts = _exchanged(group.exchange, group.position)
-            self._order = tuple(range(num_members))
+            self._order, in_step = tuple(range(num_members)), False
             self._shares = self._summed.new_zeros(num_members, numel)
             self._shares[group.position] = self._summed
         else:
-            ways = _ways(group.pattern, group.position, places.numel, segments, gathers=gathers)
-            starts, parts, self._order = [places.num_before(start) for start in ways.starts], ways.parts, ways.order
+            ways = _ways(group.pattern, group.position, places.numel, segments, item_bytes=self._summed.itemsize, gathers=gathers)
+            starts, parts, self._order, in_step = [places.num_before(start) for start in ways.starts], *ways[1:]
             text += f" ({group.pattern}{', to owners' if segments else ''})"
         # Numpy has no bfloat16, to which nothing is added.
         numbers = self._summed.view(torch.uint8) if gathers else self._summed
@@ -289,7 +300,8 @@ class TcpSum:
         self._thread = threading.get_ident()
         self._starts = [self.item_bytes * start for start in starts]
         self._to_receive = self._to_send = 0
-        self._traffic, self._deadline = (Traffic.MESSAGE, 0) if collective.kind.is_norm else (Traffic.SUM, deadline)
+        self.traffic, self.deadline = (Traffic.MESSAGE, 0) if collective.kind.is_norm else (Traffic.SUM, deadline)
+        self.sequence = next(ARRIVALS) if in_step else -1
         coming: Counter[int] = Counter()
         self._slices = [self._slice(number, part, coming) for number, part in enumerate(parts)]
         self._sources = [_Source(self, peer, group.links[peer], num_bytes=num_bytes) for peer, num_bytes in coming.items() if num_bytes]
@@ -301,7 +313,7 @@ class TcpSum:
         def flows(kind: Kind, targets: Sequence[int]) -> list[_Flow]:
             self._to_send += num_bytes * len(targets)
             links = self.group.links
-            return [_Flow(self, kind, links[peer], first=first, traffic=self._traffic, deadline=self._deadline) for peer in targets]
+            return [_Flow(self, kind, links[peer], first=first, turn=number if self.sequence >= 0 else 0) for peer in targets]
 
         for peer in (*part.sources, *part.total_from):
             coming[peer] += num_bytes

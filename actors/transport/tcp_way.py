@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import itertools
 import socket
 import struct
 import sys
@@ -38,6 +39,8 @@ MOST_BUFFERS = 512
 """Of one system call; the kernel takes 1024."""
 _WEIGHT = 0.3
 """Of the newest measurement in the estimated rate."""
+ARRIVALS = itertools.count()
+"""Numbers what comes to the ways of this process, in turn; sums number themselves where their slices pass one after the other."""
 
 
 class Departure(NamedTuple):
@@ -64,7 +67,8 @@ class Entry(Protocol):
 
     Attributes:
         deadline: See `Transfer`.
-        sequence: Set when it comes to the queue.
+        sequence: See `Transfer`; set when it comes to the queue if it is negative.
+        turn: See `Transfer`.
         ready: Bytes from its beginning that may leave.
         sent: Those of them that have left, or are leaving.
         unit: Bytes that are not divided.
@@ -76,6 +80,7 @@ class Entry(Protocol):
     traffic: Traffic
     deadline: int
     sequence: int
+    turn: int
     ready: int
     sent: int
     unit: int
@@ -133,7 +138,7 @@ class Way:
         arrived: Entries that come to the queue, or have more bytes ready, with the number of these.
         active: The chunk that the kernel has not taken all of.
         draining: The peer of the last chunk of a sum, until the kernel has sent most of it.
-        aside: Chunks of peers that take nothing, and messages on wires of their own, so that the others need not wait for them.
+        aside: Chunks of peers that take nothing, so that the others need not wait for them.
         paused: Chunks of sums that have stopped for a message, of this device or another.
         moved_s: When the kernel last took something.
         held: Peers at whose end of the link sums make way for others' messages.
@@ -154,7 +159,6 @@ class Way:
         self.communication = communication
         self._kernel_s = _LEAST_KERNEL_S
         self._limited_for = 0.0
-        self._num_entries = 0
         self._full_s: float | None = None
         self._written = 0
         self._limit()
@@ -175,8 +179,7 @@ class Way:
             entry.ready = ready
             if entry not in self.queue:
                 if entry.sequence < 0:
-                    entry.sequence = self._num_entries
-                    self._num_entries += 1
+                    entry.sequence = next(ARRIVALS)
                 self.queue.append(entry)
 
     def is_idle(self, link: Link) -> bool:
@@ -201,7 +204,7 @@ class Way:
             frame = Frame(entry, entry.ready - entry.sent)
             entry.sent = entry.ready
             return frame
-        transfers = [Transfer(entry.traffic, entry.deadline, entry.sequence, entry.ready - entry.sent) for entry in queue]
+        transfers = [Transfer(entry.traffic, entry.deadline, entry.sequence, entry.turn, entry.ready - entry.sent) for entry in queue]
         if self.communication.scheduled:
             chunk_s = self.communication.chunk_s * self._kernel_s / _LEAST_KERNEL_S
             chunk = next_chunk(transfers, bytes_per_s=min(self.bytes_per_s, _MOST_BYTES / chunk_s), chunk_s=chunk_s)
@@ -235,17 +238,12 @@ class Way:
         return bool(self.queue) or any(link not in self.held for link in self.paused)
 
     def make_way(self) -> None:
-        """Stop a chunk of a sum in the middle if a message to another peer waits; put a message aside for one on another wire."""
+        """Stop a chunk of a sum in the middle if a message to another peer waits."""
         active = self.active
-        if active is None or active.entry.link in self.paused:
+        if active is None or active.entry.link in self.paused or not self._may_pause(active):
             return
-        own = active.entry.link
-        others = {entry.link for entry in self.queue if entry.traffic is Traffic.MESSAGE and self._may_begin(entry)} - {own}
-        if self._may_pause(active) and others:
+        if any(entry.traffic is Traffic.MESSAGE and entry.link is not active.entry.link and self._may_begin(entry) for entry in self.queue):
             self._pause(active)
-        elif own.wire is not None and any(link.wire not in {None, own.wire} for link in others):
-            self.aside[own] = active
-            self.active = None
 
     def _may_pause(self, frame: Frame) -> bool:
         return self.communication.scheduled and frame.entry.traffic is not Traffic.MESSAGE

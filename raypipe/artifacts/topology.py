@@ -123,16 +123,26 @@ class Path:
     """The resources that a transfer between two devices passes through: the directed links `FROM->TO` and shared links.
 
     A path of infinite latency stands for none: nothing ever arrives.
+
+    Attributes:
+        port: What else it passes if no link with a limit is stated for it: the port of its node, since nobody has said that it is apart.
     """
 
     latency_s: float = 0.0
     bandwidth_bytes_per_s: float = math.inf
     resources: tuple[tuple[str, float], ...] = ()
+    port: str | None = None
 
     @property
     def exists(self) -> bool:
         """Whether the two devices can communicate."""
         return self.latency_s < math.inf
+
+    @property
+    def bottlenecks(self) -> list[str]:
+        """What it may share with other paths from its device."""
+        names = [name for name, _ in self.resources]
+        return names if self.port is None else [*names, self.port]
 
 
 NO_PATH = Path(latency_s=math.inf)
@@ -243,19 +253,11 @@ class ClusterTopology:
         return replace(self, nodes=nodes, links=tuple(left), default_link=None)
 
     def wires(self, devices: Sequence[str]) -> tuple[dict[int, int], ...]:
-        """Return for each of some devices the number of its wire to each other one; those with the same number share a bottleneck.
-
-        Pairs that only the default link serves are behind the port of their node.
-        """
-        found: list[dict[int, int]] = []
-        for source in devices:
-            resources: dict[int, list[str]] = {}
-            for number, target in enumerate(devices):
-                if target != source:
-                    names = [name for name, _ in self.reach(source, target).resources]
-                    resources[number] = names if names and self._is_stated(source, target) else [*names, "the port of the node"]
-            found.append(ways(resources))
-        return tuple(found)
+        """Return for each of some devices the number of its wire to each other one; those with the same number share a bottleneck."""
+        numbered = list(enumerate(devices))
+        return tuple(
+            ways({number: self.reach(source, target).bottlenecks for number, target in numbered if target != source}) for source in devices
+        )
 
     def path(self, source: str, target: str) -> Path:
         """Return the path between two named devices, empty from a device to itself, or raise `PlanError` if no link serves them."""
@@ -460,11 +462,8 @@ class ClusterTopology:
             limits |= {name: limit / times[name] for of_hop in passed for name, limit in of_hop.items()}
         # What has no limit delays nobody.
         resources = tuple((resource, bandwidth) for resource, bandwidth in limits.items() if bandwidth < math.inf)
-        return Path(latency_s, min(limits.values()), resources)
-
-    def _is_stated(self, source: str, target: str) -> bool:
-        hop = self._hop((source, self.node_of(source).name), (target, self.node_of(target).name))
-        return hop is not None and hop[1] is not self.default_link
+        is_apart = starts[-1] == ends[-1] or (resources and link is not self.default_link)
+        return Path(latency_s, min(limits.values()), resources, None if is_apart else f"the port of {starts[-1]}")
 
     def _limits(self, starts: _Names, ends: _Names, hop: _Hop) -> dict[str, float]:
         """Return the bandwidth of a link's wire, and of the shared links on top of it."""

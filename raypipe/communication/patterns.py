@@ -9,9 +9,10 @@ another tree to all. Members stand in groups, such as those of one node, and the
 A group of its own for each member makes the ring of all (Patarasuk and Yuan, JPDC 2009), or the direct exchange; groups of several are
 two levels. Heads take turns by slice.
 
-Members may also sum along one tree of links: the shares of each slice go towards the member who begins it, the total from it to all. Each
-member sends (n - 1) / n of its numbers as shares, as in a ring. Such a tree passes by bad links, over one of which a circle may have to
-close; it is the only way where some members cannot communicate.
+Members may also sum along trees of links: the shares of each slice go towards the root of its tree, the total from it to all. Where all
+slices have one tree, rooted at each member in turn, each member sends (n - 1) / n of its numbers as shares, as in a ring. Such a tree
+passes by bad links, over one of which a circle may have to close; it is the only way where some members cannot communicate. Slices with
+trees of their own use all links at once (`raypipe.simulation.packing`).
 
 A member adds what comes to its own numbers, first that of its group, then that of others. So the order in which a number is added depends
 on the pattern and the number's place, not on chunks or time. Ring and direct exchange of the same groups add in the same order.
@@ -24,10 +25,15 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from hashlib import blake2b
 from typing import Any, NamedTuple
 
 MOST_MESHED = 16
 """Members that are all connected with each other; more have the ring in their order alone."""
+
+
+_LEAST_SLICE_BYTES = 64 << 10
+"""In the mean, of a sum along trees whose members pass one slice after the other."""
 
 
 class Hop(NamedTuple):
@@ -85,24 +91,62 @@ class Route:
 
 
 @dataclass(frozen=True)
+class Tree:
+    """The tree of links along which a slice goes.
+
+    Attributes:
+        root: Member to whom the shares go; of as many equal slices each member in turn if it is `None`.
+        weight: Length of the slice, beside those of others.
+    """
+
+    edges: tuple[tuple[int, int], ...]
+    root: int | None = None
+    weight: int = 1
+
+    def __str__(self) -> str:
+        return " ".join(f"{one}-{other}" for one, other in self.edges)
+
+    @cached_property
+    def neighbors(self) -> dict[int, list[int]]:
+        """The members next to each one."""
+        next_to: dict[int, list[int]] = {}
+        for one, other in sorted((*self.edges, *(edge[::-1] for edge in self.edges))):
+            next_to.setdefault(one, []).append(other)
+        return next_to
+
+    def outwards(self, member: int) -> list[Hop]:
+        """Return the hops from a member to all others, each behind those that it depends on."""
+        hops: list[Hop] = []
+        before, reached = {member: member}, [member]
+        for source in reached:  # Grows while it is walked.
+            new = [other for other in self.neighbors[source] if other != before[source]]
+            hops += [Hop(source, other) for other in new]
+            before |= dict.fromkeys(new, source)
+            reached += new
+        return hops
+
+
+@dataclass(frozen=True)
 class Pattern:
     """A pattern of sums over some members, who are numbered from 0.
 
     Attributes:
         groups: Members of each group, groups in the order of the circle.
         direct: Whether heads send to the one that begins, and not from group to group.
-        edges: Links of the tree along which all slices go; none where groups say who sends to whom.
-        is_meshed: Whether members can communicate as any pattern may ask; if not, as the tree has them next to each other, no more.
+        trees: Those along which slices go; none where groups say who sends to whom.
+        is_meshed: Whether members can communicate as any pattern may ask; if not, as trees have them next to each other, no more.
     """
 
     groups: tuple[tuple[int, ...], ...]
     direct: bool = False
-    edges: tuple[tuple[int, int], ...] = ()
+    trees: tuple[Tree, ...] = ()
     is_meshed: bool = True
 
     def __str__(self) -> str:
-        if self.edges:
-            return f"tree {' '.join(f'{one}-{other}' for one, other in self.edges)}"
+        if len(self.trees) == 1:
+            return f"tree {self.trees[0]}"
+        if self.trees:
+            return f"{len(self.trees)} trees ({blake2b(repr(self.trees).encode(), digest_size=4).hexdigest()})"
         parts = [" ".join(map(str, group)) if len(group) == 1 else f"({' '.join(map(str, group))})" for group in self.groups]
         return f"{'direct' if self.direct else 'ring'} {' '.join(parts)}"
 
@@ -113,22 +157,47 @@ class Pattern:
 
     @cached_property
     def routes(self) -> tuple[Route, ...]:
-        """The way of each slice, by the number of the member who begins it."""
-        return tuple(map(self._route, range(self.num_members)))
+        """The way of each slice; without trees, by the number of the member who begins it."""
+        return tuple(map(self._route, range(len(self.weights))))
+
+    @cached_property
+    def edges(self) -> tuple[tuple[int, int], ...]:
+        """The links of all trees."""
+        return tuple(sorted({edge for tree in self.trees for edge in tree.edges}))
 
     @cached_property
     def neighbors(self) -> tuple[tuple[int, ...], ...]:
-        """The members next to each one in the tree; nobody where there is none."""
+        """The members next to each one in trees; nobody where there is none."""
         found: list[list[int]] = [[] for _ in range(self.num_members)]
         for one, other in self.edges:
             found[one].append(other)
             found[other].append(one)
         return tuple(tuple(sorted(members)) for members in found)
 
-    def _route(self, beginner: int) -> Route:
-        if self.edges:
-            outwards = self._outwards(beginner)
-            return Route(beginner, tuple(Hop(target, source) for source, target in reversed(outwards)), tuple(outwards))
+    @cached_property
+    def weights(self) -> tuple[int, ...]:
+        """How long each slice is, beside the others."""
+        return tuple(tree.weight for tree, _ in self._rooted) or (1,) * self.num_members
+
+    @cached_property
+    def _rooted(self) -> list[tuple[Tree, int]]:
+        # The tree of each slice, and its root.
+        each = range(self.num_members)
+        return [(tree, root) for tree in self.trees for root in (each if tree.root is None else (tree.root,))]
+
+    def starts(self, numel: int) -> list[int]:
+        """Return the first number of each slice of so many numbers, and behind the last one `numel`."""
+        if len({*self.weights}) == 1:
+            return slice_starts(numel, len(self.weights))
+        ends = list(itertools.accumulate(self.weights))
+        return [0, *(numel * end // ends[-1] for end in ends)]
+
+    def _route(self, number: int) -> Route:
+        if self.trees:
+            tree, root = self._rooted[number]
+            outwards = tree.outwards(root)
+            return Route(root, tuple(Hop(target, source) for source, target in reversed(outwards)), tuple(outwards))
+        beginner = number
         heads, within = self._heads(beginner)
         if self.direct:
             shares, totals = [Hop(head, beginner) for head in heads[1:]], [Hop(beginner, head) for head in heads[1:]]
@@ -147,32 +216,26 @@ class Pattern:
 
     def from_member(self, member: int) -> tuple[Hop, ...]:
         """Return the tree along which what one member has goes to all others, each hop behind those that it depends on."""
-        if self.edges:
-            return tuple(self._outwards(member))
+        if self.trees:
+            return tuple(max(self.trees, key=lambda tree: (tree.root == member, tree.weight)).outwards(member))
         heads, within = self._heads(member)
         across = [Hop(member, head) for head in heads[1:]] if self.direct else _chain(heads)
         return (*across, *within)
 
-    def _outwards(self, beginner: int) -> list[Hop]:
-        hops: list[Hop] = []
-        reached = [beginner]
-        for member in reached:  # Grows while it is walked.
-            new = [other for other in self.neighbors[member] if other not in reached]
-            hops += [Hop(member, other) for other in new]
-            reached += new
-        return hops
-
     @cached_property
     def loads(self) -> tuple[dict[Hop, float], dict[Hop, float]]:
         """The part of the numbers that passes each hop, as shares and as totals."""
-        num_slices = self.num_members
         if self.is_ring:
             order = [member for (member,) in self.groups]
-            around = {Hop(*ends): (num_slices - 1) / num_slices for ends in zip(order, order[1:] + order[:1], strict=True)}
+            around = {Hop(*ends): (len(order) - 1) / len(order) for ends in zip(order, order[1:] + order[:1], strict=True)}
             return around, around
-        shares = Counter(hop for route in self.routes for hop in route.shares)
-        totals = Counter(hop for route in self.routes for hop in route.totals)
-        return _parts(shares, num_slices), _parts(totals, num_slices)
+        return self._parts([route.shares for route in self.routes]), self._parts([route.totals for route in self.routes])
+
+    def _parts(self, hops: Iterable[Iterable[Hop]]) -> dict[Hop, float]:
+        passed: Counter[Hop] = Counter()
+        for weight, of_slice in zip(self.weights, hops, strict=True):
+            passed.update(dict.fromkeys(of_slice, weight))
+        return {hop: count / sum(self.weights) for hop, count in passed.items()}
 
     @cached_property
     def needs(self) -> dict[Hop, frozenset[int]]:
@@ -188,21 +251,30 @@ class Pattern:
                 contents[hop.target] |= contents[hop.source]
         return {hop: frozenset(members) for hop, members in needed.items()}
 
+    def passes_in_step(self, num_bytes: int) -> bool:
+        """Return whether members pass the slices of a sum of so many bytes one after the other, all in the same order.
+
+        Along a tree each slice passes each link once each way, as a share or as its total, so that no link is ever without work. Slices
+        that are not cut into chunks would wait for each other at each member.
+        """
+        return bool(self.trees) and num_bytes >= len(self.weights) * _LEAST_SLICE_BYTES
+
     @property
     def ends_apart(self) -> bool:
-        """Whether the shares of each slice end at another member."""
-        return self.is_ring or len({route.owner for route in self.routes}) == self.num_members
+        """Whether the shares of each slice end at another member, and slices are equally long."""
+        owners = sorted(route.owner for route in self.routes)
+        return self.is_ring or (owners == [*range(self.num_members)] and len({*self.weights}) == 1)
 
     @property
     def is_ring(self) -> bool:
         """Whether the pattern is a ring of all."""
         # Loads of a ring of hundreds of members are not counted hop by hop.
-        return len(self.groups) == self.num_members and not self.direct and not self.edges
+        return len(self.groups) == self.num_members and not self.direct and not self.trees
 
     @property
     def with_same_bits(self) -> tuple[Pattern, ...]:
         """The patterns that add in the same order, this one first."""
-        return (self,) if self.edges else (self, replace(self, direct=not self.direct))
+        return (self,) if self.trees else (self, replace(self, direct=not self.direct))
 
     @property
     def additions(self) -> tuple[Any, ...]:
@@ -221,19 +293,25 @@ def direct(order: Iterable[int]) -> Pattern:
 
 
 def tree(edges: Iterable[tuple[int, int]], *, is_meshed: bool = False) -> Pattern:
-    """Return the pattern along a tree of at least one link."""
+    """Return the pattern along one tree of at least one link."""
     edges = tuple(edges)
-    return replace(ring(range(len(edges) + 1)), edges=edges, is_meshed=is_meshed)
+    return replace(ring(range(len(edges) + 1)), trees=(Tree(edges),), is_meshed=is_meshed)
+
+
+def exchange(num_members: int, pattern: Pattern | None = None) -> Pattern:
+    """Return the pattern by whose totals the numbers of small tensors, such as norms, go from each member to all.
+
+    Where large sums of the same members have a tree as their `pattern`, because some cannot communicate, small ones go along it, too.
+    """
+    if pattern is not None and not pattern.is_meshed:
+        return pattern
+    return direct(range(num_members)) if num_members <= MOST_MESHED else ring(range(num_members))
 
 
 def slice_starts(numel: int, num_members: int) -> list[int]:
     """Return the first number of each slice, and behind the last one `numel`; the first slices are one longer where it does not divide."""
     base, longer = divmod(numel, num_members)
     return [number * base + min(number, longer) for number in range(num_members + 1)]
-
-
-def _parts(counts: Counter[Hop], num_slices: int) -> dict[Hop, float]:
-    return {hop: count / num_slices for hop, count in counts.items()}
 
 
 def _chain(members: Sequence[int]) -> list[Hop]:

@@ -62,13 +62,15 @@ class Transfer(NamedTuple):
 
     Attributes:
         deadline: Position in the sender's program of the first item that waits for the transfer; 0 for messages.
-        sequence: Number in the order of arrival.
+        sequence: Number in the order of arrival; of a sum that passes slice by slice, that of the sum.
+        turn: Number of the slice there; else 0.
         num_bytes: Bytes that have not left.
     """
 
     traffic: Traffic
     deadline: int
     sequence: int
+    turn: int
     num_bytes: int
 
 
@@ -82,7 +84,7 @@ class Chunk(NamedTuple):
 def next_chunk(queue: Sequence[Transfer], *, bytes_per_s: float, chunk_s: float = CHUNK_S) -> Chunk | None:
     """Return the chunk that leaves next at the rate of the link; `None` for an empty queue.
 
-    Messages come before sums, then the earliest deadline, then who came first.
+    Messages come before sums, then the earliest deadline, then who came first, then the first slice.
     """
     if not queue:
         return None

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
-from raypipe.communication.patterns import MOST_MESHED, Hop, Part, Pattern, Route, additions, slice_starts
+from raypipe.communication.patterns import MOST_MESHED, Hop, Part, Pattern, Route, additions
 
 Loads = dict[Hop, float]
 """The part of the numbers that passes each hop."""
@@ -44,7 +44,7 @@ class Piece(NamedTuple):
 def slice_owners(pattern: Pattern) -> tuple[int, ...]:
     """Return the member who should own what lies at each slice, each member once: the one at whom its shares end, where these differ."""
     found = tuple(route.owner for route in pattern.routes)
-    return found if len(set(found)) == len(found) else tuple(range(pattern.num_members))
+    return found if len(set(found)) == len(found) == pattern.num_members else tuple(range(pattern.num_members))
 
 
 def owners_of(sizes: Sequence[int], owners: Sequence[int]) -> list[int]:
@@ -74,7 +74,7 @@ def reduce_route(pattern: Pattern, number: int, owner: int | None) -> Route:
     for other in (route, *pattern.routes):
         if other.owner == owner and (other is route or additions(other) == additions(route)):
             return Route(owner, other.shares, ())
-    if pattern.num_members <= MOST_MESHED and not pattern.edges:
+    if pattern.num_members <= MOST_MESHED and not pattern.trees:
         return Route(route.owner, route.shares, (Hop(route.owner, owner),))
     sender = {target: source for source, target in route.totals}
     back: list[Hop] = []
@@ -93,7 +93,7 @@ def gather_route(pattern: Pattern, owner: int) -> Route:
 @lru_cache(maxsize=1024)
 def reduced(pattern: Pattern, numel: int, segments: tuple[Segment, ...]) -> tuple[Piece, ...]:
     """Return the pieces of a sum of which each owner gets its numbers."""
-    starts = slice_starts(numel, pattern.num_members)
+    starts = pattern.starts(numel)
     borders = sorted({*starts, *(segment.end for segment in segments)})
     slices, owned = 0, 0
     found: list[Piece] = []
@@ -154,7 +154,8 @@ def gather_needs(pattern: Pattern, owners: tuple[int, ...]) -> dict[Hop, frozens
 
 def _equal(pattern: Pattern, owners: tuple[int, ...]) -> tuple[int, tuple[Segment, ...]]:
     in_order = [owner for owner in slice_owners(pattern) if owner in owners]
-    return pattern.num_members * len(owners), segments_of([pattern.num_members] * len(owners), in_order)
+    each = pattern.num_members * sum(pattern.weights)
+    return each * len(owners), segments_of([each] * len(owners), in_order)
 
 
 def _loads(pieces: Sequence[Piece], numel: int, hops: Sequence[Iterable[Hop]]) -> Loads:

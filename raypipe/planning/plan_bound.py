@@ -178,9 +178,9 @@ class _Bounds:
         links = problem.bandwidth[np.ix_(members, members)].copy()
         np.fill_diagonal(links, 0.0)
         links = np.where(np.isfinite(links), links, _NO_LIMIT)
-        nodes = problem.nodes_of[members]
-        same_node = np.equal.outer(nodes, nodes)
-        of_sum: Floats = np.where(same_node, links, 0.0).sum(axis=1) + self._to_one_node(np.where(same_node, 0.0, links), nodes)
+        are_apart = self._are_apart[np.ix_(members, members)]
+        by_port = self._to_one_node(np.where(are_apart, 0.0, links), problem.nodes_of[members])
+        of_sum: Floats = np.where(are_apart, links, 0.0).sum(axis=1) + by_port
         of_sums = np.minimum(links.sum(axis=1), self._port_rates[0][members])
         if not 1 < len(members) <= _MOST_MEMBERS:
             return of_sum, of_sums, math.inf
@@ -258,12 +258,29 @@ class _Bounds:
     def _sum_rates(self, num_members: int) -> Floats:
         """Return for each device the most bytes per second of one sum that leave it, 0 where it has no link.
 
-        What it sends to several other nodes goes one after the other (`simulation.transfers`); within its node, or to the devices of one
-        other node that have links of their own, it may send to all members at once.
+        What it sends to several other nodes by its node's port goes one after the other (`simulation.transfers`); within its node, over
+        stated links, or to the devices of one other node that have links of their own, it may send to all members at once.
         """
-        within, across = self._out_rates
-        rates: Floats = within[:, : num_members - 1].sum(axis=1) + across
+        apart, by_port = self._out_rates
+        rates: Floats = apart[:, : num_members - 1].sum(axis=1) + by_port
         return rates
+
+    @cached_property
+    def _are_apart(self) -> NDArray[np.bool_]:
+        """Whether what one device sends another one does not pass the port of its node."""
+        problem, topology = self.problem, self.problem.topology
+        if problem.has_plain_links:
+            numbers = {node.name: number for number, node in enumerate(topology.nodes)}
+            of_nodes = np.eye(len(numbers), dtype=bool)
+            for link in topology.links:
+                for source, target in link.directions:
+                    of_nodes[numbers[source], numbers[target]] = link.bandwidth_bytes_per_s is not None
+            return of_nodes[np.ix_(problem.nodes_of, problem.nodes_of)]
+        by_port = [
+            problem.path(sources[0], targets[0] if targets[0] != sources[0] else targets[-1]).port for sources, targets in problem.blocks
+        ]
+        apart = np.array([port is None for port in by_port], dtype=bool)
+        return np.where(problem.block_of >= 0, apart[problem.block_of], False)
 
     @cached_property
     def _has_links_of_devices(self) -> bool:
@@ -282,11 +299,8 @@ class _Bounds:
         problem = self.problem
         linked = problem.bandwidth.copy()
         np.fill_diagonal(linked, 0.0)
-        same_node = np.equal.outer(problem.nodes_of, problem.nodes_of)
-        across = self._to_one_node(np.where(same_node, 0.0, linked), problem.nodes_of)
-        widest = int(same_node.sum(axis=1).max())
-        within = np.sort(np.where(same_node, linked, 0.0), axis=1)[:, ::-1][:, :widest]
-        return within, across
+        by_port = self._to_one_node(np.where(self._are_apart, 0.0, linked), problem.nodes_of)
+        return np.sort(np.where(self._are_apart, linked, 0.0), axis=1)[:, ::-1], by_port
 
     def copies_s(self) -> float:
         """Return the bound by cases: some layer has copies, whose gradients are summed, or no layer has, and `lower_bounds` holds."""

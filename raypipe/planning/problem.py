@@ -17,13 +17,13 @@ from raypipe import stopping
 from raypipe.artifacts.profile import LayerTimes, ModelProfile
 from raypipe.artifacts.topology import ClusterTopology, Overheads, Path
 from raypipe.communication.buckets import MOST_BUCKETS
-from raypipe.communication.pattern_choice import LEAST_GAIN, SumTime, ring_time, sum_times
 from raypipe.communication.patterns import MOST_MESHED
 from raypipe.errors import PlanError
 from raypipe.planning.late_sums import LateSums
 from raypipe.planning.row_shares import Factors, divided_rows, fixed_rows
 from raypipe.schedules.ir import UpdateScope
 from raypipe.schedules.staleness import StalenessLimits
+from raypipe.simulation.pattern_choice import LEAST_GAIN, SumTime, ring_time, sum_times
 from raypipe.simulation.plan_cost import GRADIENT_BYTES_PER_PARAMETER_BYTE, STATE_BYTES_PER_PARAMETER_BYTE, layer_state_bytes
 
 Floats = npt.NDArray[np.float64]
@@ -32,7 +32,7 @@ Devices = tuple[int, ...]  # Devices of one worker, in the order of their rows a
 
 _MOST_OPS = 20_000_000
 _RING_WORK_S = 60e-6  # Of the time of a ring, for each member.
-PATTERNS_WORK_S = 60e-6  # Of the times of all patterns, for each pair of members.
+_PATTERNS_WORK_S, _PACKING_WORK_S = 60e-6, 2e-3  # Of the times of all patterns, for each pair of members, and of packing trees.
 
 
 def _summed_before(of_layers: Floats) -> Floats:
@@ -445,7 +445,7 @@ class Problem:
             return num_bytes * 0.0
         usual_s, *others_s = (
             # Of several buckets the last one alone has none behind it that passes while its shares wait.
-            time.latency_s + num_bytes * (time.s_per_byte - (1 - 1 / MOST_BUCKETS) * time.waiting_s_per_byte)
+            time.latency_s + num_bytes * time.s_per_byte + np.minimum(num_bytes / MOST_BUCKETS * time.waiting_s_per_byte, time.waiting_s)
             for time in self._times_of(tuple(group))
         )
         best_s = usual_s
@@ -475,7 +475,7 @@ class Problem:
                 members = sorted(group)
                 alike = self.block_of[np.ix_(members, members)].tobytes()
                 if alike not in self._sum_times:
-                    stopping.spend(PATTERNS_WORK_S * len(group) ** 2)
+                    stopping.spend(_PACKING_WORK_S + _PATTERNS_WORK_S * len(group) ** 2)
                     self._sum_times[alike] = sum_times(*self._paths_of(tuple(members)))
                 times += self._sum_times[alike]
             self._sum_times[group] = times

@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from raypipe import stopping
-from raypipe.communication.pattern_choice import sum_pattern
 from raypipe.planning.problem import Devices, Problem
+from raypipe.simulation.pattern_choice import sum_pattern
 
 _LOADS_WORK_S = 15e-6  # Of the loads of a group's sum, for each pair of members; times of patterns are known mostly.
 

@@ -12,11 +12,11 @@ from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass
 
 from raypipe.artifacts.topology import ClusterTopology, Path
-from raypipe.communication.pattern_choice import best_pattern, sum_time
 from raypipe.communication.patterns import MOST_MESHED, Pattern
 from raypipe.schedules.collectives import Start
 from raypipe.schedules.lower import DeviceProgram
 from raypipe.simulation.cost import Cost
+from raypipe.simulation.pattern_choice import best_pattern, sum_time
 
 Members = tuple[int, ...]
 """The devices of a sum, by number."""

@@ -15,7 +15,6 @@ from typing import NamedTuple
 from raypipe.artifacts.profile import factor_of_rows
 from raypipe.artifacts.topology import Overheads, Path
 from raypipe.communication.buckets import buckets
-from raypipe.communication.pattern_choice import SumTime, exchange_s, gather_time, reduce_time, sum_pattern, sum_time
 from raypipe.communication.patterns import Pattern
 from raypipe.communication.policy import Communication
 from raypipe.communication.shards import Loads, gather_loads, reduce_loads
@@ -23,6 +22,7 @@ from raypipe.errors import NoLinkError
 from raypipe.schedules.collectives import Collective, CollectiveKind, SumRows
 from raypipe.schedules.ir import Op, OpKind
 from raypipe.schedules.lower import Message
+from raypipe.simulation.pattern_choice import SumTime, exchange_s, gather_time, reduce_time, sum_pattern, sum_time
 
 _NORM_BYTES = 8
 
@@ -306,8 +306,7 @@ class Cost:
 
     def sum_latency_s(self, collective: Collective) -> float:
         """Return the latencies on the longest way of a slice of a sum of several members, and how long shares wait for each other."""
-        time = self._sum_time(collective)
-        return time.latency_s + time.waiting_s_per_byte * self.collective_bytes(collective)
+        return self._sum_time(collective).late_s(self.collective_bytes(collective))
 
     def _sum_time(self, collective: Collective) -> SumTime:
         members, owners, pattern = collective.devices, self.owners(collective), self.pattern(collective)

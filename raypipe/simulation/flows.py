@@ -82,7 +82,7 @@ class Network:
         not_before_s: float = 0.0,
     ) -> None:
         """Send bytes over a path of limited bandwidth; `on_end` gets the times at which the first and the last byte left."""
-        transfer = Transfer(traffic, deadline, next(self._sequence), math.ceil(num_bytes))
+        transfer = Transfer(traffic, deadline, next(self._sequence), 0, math.ceil(num_bytes))
         flow = Flow(way, path, transfer, on_end, len(self._flows), left=num_bytes)
         self._flows.append(flow)
         self.num_under_way += 1

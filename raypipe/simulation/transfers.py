@@ -76,16 +76,37 @@ def _sum_of(collective: Collective, cost: Cost) -> _Sum:
     phases = [hops(shares, pattern.needs.__getitem__)] if shares else []
     if shares and totals:
         from_all = hops(totals, lambda _: range(len(members)))
-        phases = [[*phases[0], *from_all]] if pattern.edges else [*phases, from_all]
+        phases = [[*phases[0], *from_all]] if pattern.trees else [*phases, from_all]
     elif totals:
         phases.append(hops(totals, gather_needs(pattern, cost.owners(collective)).__getitem__))
     return _Sum(collective, phases, cost.sum_latency_s(collective), {})
 
 
-def _port(source: int, of_way: Mapping[int, int], cost: Cost) -> str | None:
-    # Where all peers on other nodes are behind one bottleneck, that one is the port.
-    wires = {way for peer, way in of_way.items() if cost.node(peer) != cost.node(source)}
-    return f"the port of {source}" if len(wires) > 1 else None
+def _ways(pairs: Iterable[tuple[int, int]], cost: Cost) -> tuple[dict[tuple[int, int], int], dict[tuple[int, int], int]]:
+    """Return the number of the way of each pair's messages, and of its sums; those of one device with the same one take turns.
+
+    Sums leave by a port one after the other. The messages of its wires begin beside each other, and sums make way for them.
+    """
+    peers: dict[int, list[int]] = {}
+    for source, target in pairs:
+        peers.setdefault(source, []).append(target)
+    of_messages: dict[tuple[int, int], int] = {}
+    of_sums: dict[tuple[int, int], int] = {}
+    for source, targets in peers.items():
+        paths = {target: cost.path(source, target) for target in targets}
+        if not cost.communication.across_peers:
+            of_messages |= {(source, target): target for target in targets}
+            of_sums |= {(source, target): target for target in targets}
+            continue
+        wires = ways({target: [name for name, _ in path.resources] for target, path in paths.items()})
+        outlets = ways({target: path.bottlenecks for target, path in paths.items()})
+        ports = {outlets[target] for target, path in paths.items() if path.port is not None}
+        for target in targets:
+            # Both by their first peer. Without a port they have the same way.
+            of_messages[source, target] = min(other for other in targets if wires[other] == wires[target])
+            first = min(other for other in targets if outlets[other] == outlets[target])
+            of_sums[source, target] = -1 - first if outlets[target] in ports else first
+    return of_messages, of_sums
 
 
 class OrderTransfers:
@@ -103,12 +124,7 @@ class OrderTransfers:
         self._free_s = free_s
         pairs = {(source, target) for source, target, _ in order.transfers}
         pairs |= {(hop.source, hop.target) for total in sums.values() for hop in total.hops}
-        names: dict[int, dict[int, list[str]]] = {}
-        for source, target in sorted(pairs):
-            names.setdefault(source, {})[target] = [resource for resource, _ in cost.path(source, target).resources]
-        together = cost.communication.across_peers
-        self._ways = {source: ways(of_peers) if together else {peer: peer for peer in of_peers} for source, of_peers in names.items()}
-        self._ports = {source: _port(source, of_way, cost) for source, of_way in self._ways.items() if together}
+        self._message_ways, self._sum_ways = _ways(sorted(pairs), cost)
         self._paths: dict[tuple[int, int], Path] = {}
         self._left_s: dict[str, float] = {}
         """When messages out of a port, which left while no flow was under way, have passed their wires."""
@@ -151,7 +167,7 @@ class OrderTransfers:
             on_arrival(number, begun_s, end_s + path.latency_s)
 
         self._network.submit(
-            (source, self._ways[source][target]),
+            (source, self._message_ways[source, target]),
             self._out_of_port(source, target, path),
             self.cost.message_bytes(message),
             now_s,
@@ -162,11 +178,11 @@ class OrderTransfers:
         )
 
     def _port_to(self, source: int, target: int) -> str | None:
-        """Return what all that leaves a device for other nodes passes, if it leaves over several wires of their own."""
-        return self._ports.get(source) if self.cost.node(source) != self.cost.node(target) else None
+        """Return what a device sends by to all nodes to which no link is stated."""
+        return self.cost.path(source, target).port if self.cost.communication.across_peers else None
 
     def _out_of_port(self, source: int, target: int, path: Path) -> Path:
-        """Return a path with the port that it leaves by: messages on wires of their own pass at once, sums make way for them."""
+        """Return a path with the port that it leaves by, so that sums make way for messages there."""
         known = self._paths.get((source, target))
         if known is None:
             port = self._port_to(source, target)
@@ -202,10 +218,10 @@ class OrderTransfers:
         if not hop.path.resources:
             self._passed(number, total, hop, on_end, now_s, now_s)
             return
-        # To several nodes, one device's numbers go one after the other, also where each has a wire of its own (`ConnectOrder.ways`).
+        # What a device sends by a port goes one after the other (`ConnectOrder.ways`).
         port = self._port_to(hop.source, hop.target)
         self._network.submit(
-            (hop.source, port or self._ways[hop.source][hop.target]),
+            (hop.source, self._sum_ways[hop.source, hop.target]),
             self._out_of_port(hop.source, hop.target, hop.path),
             hop.num_bytes,
             now_s,

@@ -16,7 +16,6 @@ from raypipe.artifacts.cut import joined
 from raypipe.artifacts.plan import Plan
 from raypipe.artifacts.topology import ClusterTopology
 from raypipe.cluster.node_matching import is_gpu
-from raypipe.communication.pattern_choice import joining
 from raypipe.config import OptimizerConfig, OptimizerName, ScalingConfig, ScheduleConfig, TrainConfig, Transport
 from raypipe.data.fields import FieldDataset, holds_fields
 from raypipe.data.prepare import check_exists
@@ -28,6 +27,7 @@ from raypipe.schedules.ir import Schedule
 from raypipe.schedules.lower import Placement, Recv, lower
 from raypipe.schedules.metrics import metrics
 from raypipe.schedules.passes import one_of_repeated
+from raypipe.simulation.pattern_choice import joining
 from raypipe.training.run_cluster import Notice
 from raypipe.training.run_folder import RunFolder
 

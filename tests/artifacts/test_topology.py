@@ -196,7 +196,7 @@ def test_a_link_without_bandwidth_has_no_limit() -> None:
 
 def test_the_default_link_joins_what_nothing_else_does() -> None:
     topology = lab_with_default()
-    assert topology.path("a0", "c1") == topology.path("a1", "c0") == Path(1e-3, 1e8, (("a->c", 1e8),))
+    assert topology.path("a0", "c1") == topology.path("a1", "c0") == Path(1e-3, 1e8, (("a->c", 1e8),), "the port of a")
     assert topology.path("b0", "b2") == Path(1e-3, 1e8, (("b0->b2", 1e8),))
     assert topology.path("a1", "b2").latency_s == 50e-6
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from raypipe.communication.patterns import Pattern, direct, ring, tree
+from dataclasses import replace
+
+from raypipe.communication.patterns import Pattern, Tree, direct, ring, tree
 
 PATTERNS = [
     ring(range(2)),
@@ -17,4 +19,8 @@ PATTERNS = [
     Pattern(((0, 1, 2, 3),)),
     tree(((0, 2), (1, 2), (1, 3))),
     tree(((0, 1), (0, 2), (0, 3))),
+    replace(
+        ring(range(4)),
+        trees=(Tree(((0, 1), (0, 2), (0, 3)), 0, 5), Tree(((0, 1), (1, 2), (2, 3)), 2, 3), Tree(((0, 2), (1, 2), (1, 3)), 2, 1)),
+    ),
 ]

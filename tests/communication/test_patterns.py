@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 
-from raypipe.communication.patterns import Pattern, ring, slice_starts, tree
+from raypipe.communication.patterns import Pattern, Tree, ring, slice_starts, tree
 from tests.communication.patterns import PATTERNS
 
 
 @pytest.mark.parametrize("pattern", PATTERNS, ids=str)
 def test_every_member_gives_its_numbers_once_and_gets_the_total(pattern: Pattern) -> None:
     members = set(range(pattern.num_members))
-    assert len(pattern.routes) == pattern.num_members
+    assert len(pattern.routes) == len(pattern.weights)
     for route in pattern.routes:
         contents = {member: Counter([member]) for member in members}
         for source, target in route.shares:
@@ -40,8 +41,9 @@ def test_what_each_member_does_is_what_the_trees_say(pattern: Pattern) -> None:
 @pytest.mark.parametrize("pattern", PATTERNS, ids=str)
 def test_loads_are_the_slices_that_pass(pattern: Pattern) -> None:
     for phase, name in enumerate(("shares", "totals")):
-        counts = Counter(hop for route in pattern.routes for hop in getattr(route, name))
-        assert pattern.loads[phase] == {hop: count / pattern.num_members for hop, count in counts.items()}
+        slices = zip(pattern.weights, pattern.routes, strict=True)
+        counts = Counter(hop for weight, route in slices for hop in getattr(route, name) for _ in range(weight))
+        assert pattern.loads[phase] == {hop: count / sum(pattern.weights) for hop, count in counts.items()}
 
 
 @pytest.mark.parametrize("pattern", PATTERNS, ids=str)
@@ -75,6 +77,13 @@ def test_members_of_a_group_take_turns_as_its_head() -> None:
 @pytest.mark.parametrize(("numel", "starts"), [(8, [0, 3, 6, 8]), (2, [0, 1, 2, 2]), (0, [0, 0, 0, 0])])
 def test_the_first_slices_are_longer_where_numbers_do_not_divide(numel: int, starts: list[int]) -> None:
     assert slice_starts(numel, 3) == starts
+
+
+def test_slices_with_trees_of_their_own_are_as_long_as_their_weights() -> None:
+    pattern = replace(ring(range(3)), trees=(Tree(((0, 1), (0, 2)), 0, 5), Tree(((0, 1), (1, 2)), 1, 3)))
+    assert pattern.starts(16) == [0, 10, 16]
+    assert pattern.starts(1) == [0, 0, 1]
+    assert pattern.edges == ((0, 1), (0, 2), (1, 2))
 
 
 def test_a_pattern_says_what_it_is() -> None:

@@ -53,7 +53,7 @@ def test_an_owner_gets_the_sum_of_its_numbers_in_the_order_of_a_whole_sum(patter
     for piece, end in zip(pieces, [*starts[1:], 60], strict=True):
         assert end > piece.start
         owner = next(segment.owner for segment in segments if piece.start < segment.end)
-        number = next(n for n in range(count) if piece.start < 60 * (n + 1) // count)
+        number = next(n for n, later in enumerate(pattern.starts(60)[1:]) if piece.start < later)
         assert additions(piece.route) == additions(pattern.routes[number])
         contents = sums_at(piece.route)
         for member in range(count) if owner is None else (owner,):

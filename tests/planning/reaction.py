@@ -10,7 +10,6 @@ from dataclasses import dataclass, field, replace
 
 from raypipe.artifacts.profile import ModelProfile
 from raypipe.artifacts.topology import ClusterTopology, Device, Link, Node, NodeLink, SharedLink
-from raypipe.communication.pattern_choice import candidates
 from raypipe.communication.patterns import Pattern
 from raypipe.network.estimate import NetworkEstimate, Transfer
 from raypipe.planning.choices import Choice
@@ -27,6 +26,7 @@ from raypipe.schedules.lower import Placement, lower
 from raypipe.schedules.request import ScheduleRequest
 from raypipe.simulation.compiled import CompiledOrder
 from raypipe.simulation.cost import Cost, StageCost
+from raypipe.simulation.pattern_choice import candidates
 from raypipe.simulation.simulator import time_order
 
 NODES = tuple(f"n{number}" for number in range(4))

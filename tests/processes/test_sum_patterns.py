@@ -17,7 +17,7 @@ from torch import Tensor
 
 from raypipe.actors.transport.process import ProcessTransport
 from raypipe.communication import policy
-from raypipe.communication.patterns import Pattern, direct, ring, slice_starts, tree
+from raypipe.communication.patterns import Pattern, Tree, direct, ring, tree
 from raypipe.communication.policy import Communication
 from raypipe.errors import TransportError
 from raypipe.schedules.collectives import Collective, CollectiveKind
@@ -28,6 +28,7 @@ EVERYBODY = (0, 1, 2, 3)
 NODES = Pattern(((0, 1), (2, 3)))
 TREE = tree(((0, 2), (1, 2), (1, 3)))
 MESHED_TREE = tree(TREE.edges, is_meshed=True)
+TREES = Pattern(NODES.groups, trees=(Tree(((0, 1), (0, 2), (0, 3)), 0, 5), Tree(((0, 1), (1, 2), (2, 3)), 2, 3), Tree(TREE.edges, 2)))
 NUMEL = 10_007
 
 
@@ -37,14 +38,14 @@ def by_additions(tensors: Sequence[Tensor], pattern: Pattern) -> Tensor:
     def added(order: Any, part: slice) -> Tensor:
         return tensors[order][part] if isinstance(order, int) else added(order[0], part) + added(order[1], part)
 
-    starts = slice_starts(len(tensors[0]), len(tensors))
+    starts = pattern.starts(len(tensors[0]))
     parts = [slice(*ends) for ends in itertools.pairwise(starts)]
     return torch.cat([added(order, part) for order, part in zip(pattern.additions, parts, strict=True)])
 
 
-def numbers(seed: int) -> list[Tensor]:
+def numbers(seed: int, numel: int = NUMEL) -> list[Tensor]:
     torch.manual_seed(seed)
-    return [torch.randn(NUMEL) for _ in EVERYBODY]
+    return [torch.randn(numel) for _ in EVERYBODY]
 
 
 def with_pattern(make: Make, pattern: Pattern, **changed: Any) -> list[ProcessTransport]:
@@ -73,6 +74,22 @@ def test_numbers_are_added_in_the_order_of_the_pattern(
         expected = by_additions(tensors, pattern)
         for total in summed(ends, tensors, update=update):
             assert torch.equal(total, expected)
+
+
+@pytest.mark.parametrize("pattern", [TREE, tree(((0, 1), (1, 2), (2, 3)), is_meshed=True), TREES], ids=str)
+def test_so_are_those_of_slices_that_pass_in_step(make: Make, monkeypatch: pytest.MonkeyPatch, pattern: Pattern) -> None:
+    monkeypatch.setattr(policy, "LEAST_CHUNK_BYTES", 1001)
+    sizes = (70_001, 90_003)
+    assert all(pattern.passes_in_step(4 * size) for size in sizes)
+    ends = with_pattern(make, pattern, communication=Communication(chunk_s=1e-15))
+    tensors = [numbers(size, size) for size in sizes]
+    under_way = [
+        [end.start(gradients(EVERYBODY, update=number), part.clone()) for end, part in zip(ends, parts, strict=True)]
+        for number, parts in enumerate(tensors)
+    ]
+    for parts, pending in zip(tensors, under_way, strict=True):
+        for part in pending:
+            assert torch.equal(part.wait(), by_additions(parts, pattern))
 
 
 def test_members_that_can_all_communicate_leave_a_tree(make: Make) -> None:

@@ -109,7 +109,7 @@ def test_a_ring_takes_two_steps_less_than_twice_its_members() -> None:
 
 def test_the_slowest_link_of_a_ring_sets_its_pace() -> None:
     def path(source: int, target: int) -> Path:
-        return Path(0.0, 10.0 if (source, target) == (2, 0) else 100.0)
+        return Path(0.0, 10.0 if (source, target) == (2, 0) else 100.0, port=f"the port of {source}")
 
     collective = Collective(CollectiveKind.GRADIENTS, 0, 0, 0, (0, 1, 2))
     slow = replace(cost(), path=path)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import heapq
 import itertools
 import math
@@ -13,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from raypipe.artifacts.profile import ModelProfile
-from raypipe.artifacts.topology import ClusterTopology, Device, Node, NodeLink, Path
+from raypipe.artifacts.topology import ClusterTopology, Device, Link, Node, NodeLink, Path
 from raypipe.artifacts.trace import Dimension, SpanKind, Trace, dimension
 from raypipe.communication.policy import HOLD_S, Communication, Traffic
 from raypipe.planning.evaluator import LayoutEvaluator
@@ -294,8 +295,8 @@ def test_a_path_that_passes_a_link_twice_takes_twice_of_it() -> None:
         assert clock.ends["once"] == pytest.approx(3.0)
 
 
-def _device_of_two_sums(num_bytes: int, *, message_bytes: int = 1000) -> Trace:
-    """Device 0 holds copies of both stages of two pipelines, with device 2 and with device 1; each pair has a wire of its own."""
+def _device_of_two_sums(num_bytes: int, *, are_stated: bool) -> Trace:
+    """Device 0 holds copies of both stages of two pipelines, with device 2 and with device 1; pairs have stated links, or their port's."""
     forward, backward = OpKind.FORWARD, OpKind.BACKWARD
     programs = [
         [Op(forward, 0, 0, 0), Op(forward, 1, 1, 1), Op(backward, 1, 1, 1), Op(backward, 0, 0, 0)],
@@ -306,21 +307,26 @@ def _device_of_two_sums(num_bytes: int, *, message_bytes: int = 1000) -> Trace:
         "two", ScheduleRequest(3, 2, update_scope=UpdateScope.STAGE), pipelines=[(0, 1), (2, 0)], one_update=programs
     )
     topology = ClusterTopology.uniform(3, bandwidth_bytes_per_s=1e6, latency_s=0.0, devices_per_node=1)
+    if are_stated:
+        pairs = itertools.combinations([node.name for node in topology.nodes], 2)
+        links = tuple(Link(source=one, target=other, bandwidth_bytes_per_s=1e6, latency_s=0.0) for one, other in pairs)
+        topology = dataclasses.replace(topology, links=links)
     names = [device.name for device in topology.devices]
     stage = StageCost(forward_s=0.001, backward_s=0.001, weight_grad_s=0.0005, parameter_bytes=num_bytes)
     cost = Cost(
         stages={(device, number): stage for device, number in ((0, 0), (0, 1), (1, 1), (2, 0))},
-        edge_bytes={(0, 1): message_bytes},
+        edge_bytes={(0, 1): 1000},
         path=lambda source, target: topology.path(names[source], names[target]),
         devices=tuple(names),
     )
     return simulate_programs(lower(schedule, Placement.even(3)), cost, name="two")
 
 
-def test_sums_of_one_device_to_several_nodes_go_one_after_the_other() -> None:
-    trace = _device_of_two_sums(1_000_000)
+@pytest.mark.parametrize(("are_stated", "seconds"), [(False, 2.0), (True, 1.0)])
+def test_sums_of_one_device_go_one_after_the_other_by_its_port_and_at_once_over_stated_links(*, are_stated: bool, seconds: float) -> None:
+    trace = _device_of_two_sums(1_000_000, are_stated=are_stated)
     first, second = (sorted(span for span in trace.by_link[link] if dimension(span.item) is Dimension.SUM)[-1] for link in ((0, 1), (0, 2)))
-    assert max(first.end_s, second.end_s) == pytest.approx(2.0, rel=0.02), "as the one way out of a node has it"
+    assert max(first.end_s, second.end_s) == pytest.approx(seconds, rel=0.02)
 
 
 def test_a_sum_with_a_hop_without_a_limit_takes_the_wires_of_its_other_hops() -> None:

@@ -31,6 +31,7 @@ class Waiting:
     ready: int
     deadline: int = 0
     sequence: int = -1
+    turn: int = 0
     sent: int = 0
     unit: int = 1
     collective: Any = None
@@ -159,7 +160,7 @@ def three() -> Iterator[list[Holds]]:
     for device, end in enumerate(ends):
         others = {other: address for other, address in enumerate(addresses) if other != device}
         own = addresses[device]
-        holds = Holds(device, end, own, others, secret=secret, rate=lambda: BYTES_PER_S, summing=partial(summing.__getitem__, device))
+        holds = Holds(device, end, own, others, secret=secret, rate=lambda _: BYTES_PER_S, summing=partial(summing.__getitem__, device))
         # All hosts of this test are this one.
         holds._addresses = {other: (token, ("127.0.0.1", address[1])) for other, (token, address) in holds._addresses.items()}
         made.append(holds)
@@ -218,28 +219,3 @@ def test_strangers_hold_nothing(three: list[Holds], datagram: bytes) -> None:
         stranger.sendto(datagram, three[1].end.getsockname())
     time.sleep(0.02)
     assert list(three[1].asked()) == []
-
-
-@pytest.mark.parametrize(("wires", "waits"), [((0, 1), False), ((0, 0), True), ((0, None), True), ((None, None), True)])
-def test_a_message_waits_for_no_message_on_another_wire(links: list[Link], wires: tuple[int | None, ...], waits: bool) -> None:
-    for link, wire in zip(links, wires, strict=True):
-        link.wire = wire
-    way = way_with(links, Waiting(links[0], Traffic.MESSAGE, LONG))
-    first = way.active = way.next_frame(bulk=False)
-    way.make_way()
-    assert way.active is first, "nothing else waits"
-    second = Waiting(links[1], Traffic.MESSAGE, LONG)
-    third = Waiting(links[0], Traffic.MESSAGE, LONG)
-    for entry in (third, second):
-        way.arrived.append((entry, LONG))
-    way.take_in()
-    way.make_way()
-    if waits:
-        assert way.active is first
-        return
-    assert way.active is None
-    assert way.aside == {links[0]: first}
-    frame = way.next_frame(bulk=False)
-    assert frame is not None
-    assert frame.entry is second
-    assert way.next_frame(bulk=True) is None, "to one peer, one after the other"

@@ -10,19 +10,18 @@ from dataclasses import replace
 import pytest
 
 from raypipe.artifacts.topology import ClusterTopology, Device, Link, Node, NodeLink, SharedLink
-from raypipe.communication.pattern_choice import (
-    LinkPath,
-    PathOf,
+from raypipe.communication.patterns import MOST_MESHED, Pattern, direct, exchange, ring, tree
+from raypipe.communication.policy import CHUNK_S
+from raypipe.simulation.paths import LinkPath, PathOf
+from raypipe.simulation.pattern_choice import (
     best_pattern,
     candidates,
-    exchange,
     exchange_s,
     joining,
     ring_time,
     sum_pattern,
     sum_time,
 )
-from raypipe.communication.patterns import MOST_MESHED, Pattern, direct, ring
 
 RATE = 25e6
 BYTES = 4_000_000
@@ -93,8 +92,8 @@ def test_a_tree_needs_no_bad_link() -> None:
     nodes, path = members_of(topology, [device.name for device in topology.devices])
     pattern = chosen(topology)
     assert set(map(frozenset, pattern.edges)) == good
-    # The two in the middle send three quarters as shares one way and a quarter the other, and the totals of the others' slices.
-    assert sum_time(pattern, nodes, path).s_per_byte == pytest.approx(2 * 1.0 / RATE)
+    # Each link carries each slice once each way, as a share or as a total, and the two in the middle send over both links at once.
+    assert sum_time(pattern, nodes, path).s_per_byte == pytest.approx(1.0 / RATE)
     assert sum_time(ring(range(4)), nodes, path).s_per_byte == pytest.approx(2 * 0.75 / (RATE / 50))
     assert pattern.is_meshed
     assert exchange(4, pattern) == direct(range(4)), "small numbers go to all at once"
@@ -121,11 +120,33 @@ def test_seconds_are_those_of_the_busiest_link_and_of_the_longest_way() -> None:
     assert exchanged.latency_s == pytest.approx(2 * LATENCY_S)
 
 
-def test_a_member_sends_to_one_after_the_other() -> None:
-    """Even if each pair has a wire of its own."""
+def test_a_member_sends_to_one_after_the_other_by_a_port_and_to_all_at_once_over_stated_links() -> None:
     topology = ClusterTopology.uniform(4, bandwidth_bytes_per_s=RATE, devices_per_node=1)
     nodes, path = members_of(topology, [device.name for device in topology.devices])
     assert sum_time(direct(range(4)), nodes, path).s_per_byte == pytest.approx(2 * 3 / 4 / RATE)
+    names = [node.name for node in topology.nodes]
+    stated = replace(
+        topology,
+        links=tuple(Link(source=a, target=b, bandwidth_bytes_per_s=RATE, latency_s=0.0) for a, b in itertools.combinations(names, 2)),
+    )
+    nodes, path = members_of(stated, [device.name for device in stated.devices])
+    assert sum_time(direct(range(4)), nodes, path).s_per_byte == pytest.approx(2 / 4 / RATE)
+    assert chosen(stated) == direct(range(4))
+    assert sum_time(ring(range(4)), nodes, path).s_per_byte == pytest.approx(2 * 3 / 4 / RATE)
+
+
+def test_shares_along_a_tree_wait_three_chunks_a_link_at_most() -> None:
+    topology = ClusterTopology.uniform(4, bandwidth_bytes_per_s=RATE, devices_per_node=1)
+    names = [node.name for node in topology.nodes]
+    stated = replace(
+        topology, links=tuple(Link(source=a, target=b, bandwidth_bytes_per_s=RATE, latency_s=0.0) for a, b in itertools.pairwise(names))
+    )
+    nodes, path = members_of(stated, [device.name for device in stated.devices])
+    along = sum_time(tree(itertools.pairwise(range(4)), is_meshed=True), nodes, path)
+    assert along.s_per_byte == pytest.approx(1.0 / RATE)
+    assert along.late_s(1e9) == pytest.approx(9 * CHUNK_S)
+    assert along.waiting_s_per_byte > 0
+    assert along.late_s(1e5) == pytest.approx(1e5 * along.waiting_s_per_byte)
 
 
 @pytest.mark.parametrize("slow", [{}, {(0, 1): RATE / 10}, {(0, 1): RATE / 10, (1, 0): RATE / 10, (2, 3): RATE / 2}])
@@ -140,10 +161,14 @@ def test_none_of_the_candidates_is_quicker(slow: dict[tuple[int, int], float], d
 def test_a_member_behind_a_slow_port_is_a_leaf_of_a_tree() -> None:
     topology = cluster(4, ports={1: RATE / 10})
     nodes, path = members_of(topology, [device.name for device in topology.devices])
-    pattern = chosen(topology)
-    assert len(pattern.neighbors[1]) == 1
+    one, pattern = joining(4, path), chosen(topology)
+    assert one is not None
+    assert len(one.neighbors[1]) == 1
     # It sends and takes all numbers once, as shares or totals, and its neighbor sends to one more; in a ring three quarters of them twice.
-    assert sum_time(pattern, nodes, path).s_per_byte == pytest.approx(1 / (RATE / 10) + 1 / RATE)
+    assert sum_time(one, nodes, path).s_per_byte == pytest.approx(1 / (RATE / 10) + 1 / RATE)
+    # With several trees it is a leaf of each, and others take turns as its neighbor.
+    assert all(sum(1 in edge for edge in tree.edges) == 1 for tree in pattern.trees)
+    assert 1 / (RATE / 10) <= sum_time(pattern, nodes, path).s_per_byte <= sum_time(one, nodes, path).s_per_byte / 1.05
     assert sum_time(ring(range(4)), nodes, path).s_per_byte == pytest.approx(1.5 / (RATE / 10))
 
 
@@ -158,7 +183,8 @@ def test_among_equal_links_those_of_members_that_send_little_make_the_tree() -> 
         pattern = joining(4, path)
         assert pattern is not None
         assert sorted(map(len, pattern.neighbors)) == [1, 1, 2, 2]
-        assert sum_time(pattern, nodes, path).s_per_byte == pytest.approx(1.325 / RATE)
+        # Three quarters as shares and a quarter as totals over the quick link, the rest over the other.
+        assert sum_time(pattern, nodes, path).s_per_byte == pytest.approx(1.0 / RATE)
 
 
 def test_small_numbers_of_many_members_go_around_the_ring() -> None:
@@ -191,3 +217,84 @@ def test_the_time_of_a_ring_is_that_of_its_pattern(num_members: int) -> None:
     found, expected = ring_time(nodes, path), sum_time(ring(range(num_members)), nodes, path)
     assert found.latency_s == pytest.approx(expected.latency_s)
     assert found.s_per_byte == pytest.approx(expected.s_per_byte)
+
+
+def test_slices_go_along_trees_of_their_own_so_long_that_all_links_work() -> None:
+    """Of four nodes with links of their own two pairs have a tenth: four paths along the other links, and a little over the bad ones."""
+    names = [f"n{number}" for number in range(4)]
+    bad = {(0, 1), (2, 3)}
+    topology = ClusterTopology(
+        name="unlike",
+        nodes=tuple(Node(name=name, devices=(Device(f"{name}/0", "cpu"),)) for name in names),
+        links=tuple(
+            Link(source=names[a], target=names[b], bandwidth_bytes_per_s=RATE / (10 if (a, b) in bad else 1), latency_s=LATENCY_S)
+            for a, b in itertools.combinations(range(4), 2)
+        ),
+    )
+    nodes, path = members_of(topology, [device.name for device in topology.devices])
+    pattern = chosen(topology)
+    assert len(pattern.trees) > 3
+    # Three hops of each slice, both ways, over four links and two tenths of one.
+    assert sum_time(pattern, nodes, path).s_per_byte == pytest.approx(3 / 4.2 / RATE, rel=0.01)
+    one = joining(4, path)
+    assert one is not None
+    assert sum_time(one, nodes, path).s_per_byte == pytest.approx(1 / RATE)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_several_trees_are_near_what_links_can_carry(seed: int) -> None:
+    """All that leaves and enters a member passes its links: each member sends and takes all numbers once at least."""
+    rng = random.Random(seed)
+    names = [f"n{number}" for number in range(6)]
+    rate = {pair: RATE * 10 ** rng.uniform(-1, 1) for pair in itertools.permutations(range(6), 2)}
+    topology = ClusterTopology(
+        name="unlike",
+        nodes=tuple(Node(name=name, devices=(Device(f"{name}/0", "cpu"),)) for name in names),
+        links=tuple(
+            Link(source=names[a], target=names[b], bandwidth_bytes_per_s=rate[a, b], latency_s=LATENCY_S, one_way=True) for a, b in rate
+        ),
+    )
+    nodes, path = members_of(topology, [device.name for device in topology.devices])
+    pattern = chosen(topology, num_bytes=1e9)
+    found_s = sum_time(pattern, nodes, path).s_per_byte
+    sides = [side for size in (1, 2, 3) for side in itertools.combinations(range(6), size)]
+    across_s = max(
+        1 / sum(rate[pair] for pair in rate if (pair[0] in side) == outwards and (pair[1] in side) != outwards)
+        for side in sides
+        for outwards in (True, False)
+    )
+    assert across_s <= found_s * (1 + 1e-9)
+    assert found_s < 0.7 * sum_time(ring(range(6)), nodes, path).s_per_byte
+    one = joining(6, path)
+    assert one is not None
+    assert found_s < 0.7 * sum_time(one, nodes, path).s_per_byte
+
+
+def test_links_without_a_limit_that_join_all_need_no_packing() -> None:
+    names = [f"n{number}" for number in range(3)]
+    topology = ClusterTopology(
+        name="unlimited",
+        nodes=tuple(Node(name=name, devices=(Device(f"{name}/0", "cpu"),)) for name in names),
+        links=(
+            Link(source="n0", target="n1", latency_s=LATENCY_S),
+            Link(source="n1", target="n2", latency_s=LATENCY_S),
+            Link(source="n0", target="n2", bandwidth_bytes_per_s=RATE, latency_s=LATENCY_S),
+        ),
+    )
+    nodes, path = members_of(topology, [device.name for device in topology.devices])
+    assert chosen(topology) == joining(3, path)
+    assert sum_time(chosen(topology), nodes, path).s_per_byte == 0
+
+
+def test_a_stated_wire_is_not_behind_the_port_of_its_node() -> None:
+    """One node has a slow wire of its own to n1; n2 and n3 are behind its port."""
+    names = [f"n{number}" for number in range(4)]
+    topology = ClusterTopology(
+        name="both",
+        nodes=tuple(Node(name=name, devices=(Device(f"{name}/0", "cpu"),)) for name in names),
+        links=(Link(source="n0", target="n1", bandwidth_bytes_per_s=RATE / 10, latency_s=LATENCY_S),),
+        default_link=NodeLink(bandwidth_bytes_per_s=RATE, latency_s=LATENCY_S),
+    )
+    nodes, path = members_of(topology, [device.name for device in topology.devices])
+    star = tree(((0, 1), (0, 2), (0, 3)))
+    assert sum_time(star, nodes, path).s_per_byte == pytest.approx(10 / RATE)

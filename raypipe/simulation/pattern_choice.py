@@ -2,52 +2,40 @@
 
 A sum's time is that of all its shares, then that of all its totals, and the latencies of the longest way of a slice. In each phase the
 busiest link decides, or the busiest member: what a member sends to others of its node goes one after the other, and so does what it
-sends to other nodes. Members of one node that do the latter use its wires in the same order, one wire at a time.
+sends to other nodes by one way, such as a port. Members of one node that do the latter use its wires in the same order, one wire at a time.
 
 The tree of the best links needs no bad one, over which a circle may have to close. There, totals of some slices pass a link one way
-while shares of others pass it the other way. The busiest link decides: a leaf sends, and takes, the bytes of the sum once. Where other
-links are as busy, shares wait for each other: half of the seconds by which two phases over these others would take longer are added. That
-is within 3 % of the actors' rules played chunk by chunk along chains of 4 to 8. Members of whom some cannot communicate, both ways, have
-no other way; where links do not join them all, they cannot sum at all.
+while shares of others pass it the other way, and all members pass one slice after the other. The busiest link decides: a leaf sends, and
+takes, the bytes of the sum once. Where other links are as busy, shares wait for each other: each link for three chunks, or in a small sum,
+whose slices are not cut, for half of the seconds by which two phases over the other links would take longer. Members of whom some cannot
+communicate, both ways, have no other way; where links do not join them all, they cannot sum at all.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
+import operator
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from raypipe.communication.patterns import MOST_MESHED, Hop, Pattern, direct, ring, tree
+from raypipe.communication.policy import CHUNK_S
 from raypipe.communication.shards import Loads, gather_loads, reduce_loads
+from raypipe.communication.ways import ways
+from raypipe.simulation.packing import packed
+from raypipe.simulation.paths import LinkPath, PathOf
 
 LEAST_GAIN = 1.05
 """How much quicker than the ring in the order of the members another pattern must be for a run to begin with it."""
+_WAITING_CHUNKS = 3
+"""For which each link waits in a sum along a tree, in the mean."""
 _ALL_ORDERS = 5
 """Of so many members or groups all orders are tried; of more, for each the one that goes on over the quickest link."""
 
-
-class LinkPath(Protocol):
-    """The path from one member to another; see `raypipe.artifacts.topology.Path`."""
-
-    @property
-    def latency_s(self) -> float:
-        """Seconds until the first byte arrives."""
-
-    @property
-    def bandwidth_bytes_per_s(self) -> float:
-        """Bytes per second of a transfer alone."""
-
-    @property
-    def resources(self) -> Sequence[tuple[str, float]]:
-        """Name and bytes per second of each limited link."""
-
-
-PathOf = Callable[[int, int], LinkPath]
-"""Returns the path between two members, by position; of infinite latency where they cannot communicate."""
 
 NEVER = (math.inf, 0.0)
 """The `SumTime` of members whom links do not join."""
@@ -57,16 +45,22 @@ class SumTime(NamedTuple):
     """Seconds of a sum alone on its links: latencies, and seconds for each byte that a member contributes.
 
     Attributes:
-        waiting_s_per_byte: Of these, the seconds for which no link decides, but shares wait for each other.
+        waiting_s_per_byte: Seconds for which no link decides, but shares wait for each other.
+        waiting_s: The most that these are.
     """
 
     latency_s: float
     s_per_byte: float
     waiting_s_per_byte: float = 0.0
+    waiting_s: float = 0.0
 
     def seconds(self, num_bytes: float) -> float:
         """Return the seconds of a sum of so many bytes a member."""
-        return self.latency_s + (num_bytes * self.s_per_byte if self.s_per_byte else 0.0)
+        return self.late_s(num_bytes) + (num_bytes * self.s_per_byte if self.s_per_byte else 0.0)
+
+    def late_s(self, num_bytes: float) -> float:
+        """Return the seconds by which a sum of so many bytes takes longer than its busiest link."""
+        return self.latency_s + min(num_bytes * self.waiting_s_per_byte, self.waiting_s)
 
 
 def sum_time(pattern: Pattern, nodes: Sequence[Hashable], path: PathOf) -> SumTime:
@@ -74,12 +68,12 @@ def sum_time(pattern: Pattern, nodes: Sequence[Hashable], path: PathOf) -> SumTi
     if pattern.is_ring:
         order = [member for (member,) in pattern.groups]
         return ring_time([nodes[member] for member in order], lambda source, target: path(order[source], order[target]))
-    return SumTime(_latency_s(pattern, path), *_phases_s(pattern, pattern.loads, nodes, path))
+    return SumTime(_latency_s(pattern, path), *_phases_s(pattern, pattern.loads, nodes, path, in_step=True))
 
 
 def reduce_time(pattern: Pattern, owners: tuple[int, ...], nodes: Sequence[Hashable], path: PathOf) -> SumTime:
     """Return the seconds of a sum of which each of some members gets a part, each as much."""
-    return SumTime(_latencies_s(pattern, path)[0], *_phases_s(pattern, reduce_loads(pattern, owners), nodes, path))
+    return SumTime(_latencies_s(pattern, path)[0], *_phases_s(pattern, reduce_loads(pattern, owners), nodes, path, in_step=False))
 
 
 def gather_time(pattern: Pattern, owners: tuple[int, ...], nodes: Sequence[Hashable], path: PathOf) -> SumTime:
@@ -102,46 +96,67 @@ def ring_time(nodes: Sequence[Hashable], path: PathOf) -> SumTime:
     return SumTime(2 * math.fsum(latencies_s) - left_out_s, 2 * phase_s)
 
 
-def _phases_s(pattern: Pattern, loads: tuple[Loads, Loads], nodes: Sequence[Hashable], path: PathOf) -> tuple[float, float]:
-    """Return the seconds of shares and totals, and those of them for which shares wait for each other."""
-    if not pattern.edges:
-        return math.fsum(_phase_s(of_phase, nodes, path) for of_phase in loads), 0.0
+def _phases_s(
+    pattern: Pattern, loads: tuple[Loads, Loads], nodes: Sequence[Hashable], path: PathOf, *, in_step: bool
+) -> tuple[float, float, float]:
+    """Return for each byte the seconds of shares and totals, those for which shares wait for each other, and the most that these are."""
+    if not pattern.trees:
+        return math.fsum(_phase_s(of_phase, nodes, path) for of_phase in loads), 0.0, 0.0
     shares, totals = loads
     both = {hop: shares.get(hop, 0.0) + totals.get(hop, 0.0) for hop in {**shares, **totals}}
     busiest_s = _phase_s(both, nodes, path)
     busiest = max(both, key=lambda hop: both[hop] / path(*hop).bandwidth_bytes_per_s)
     others = ({hop: part for hop, part in of_phase.items() if {*hop} != {*busiest}} for of_phase in loads)
     waiting_s = max(math.fsum(_phase_s(of_phase, nodes, path) for of_phase in others) - busiest_s, 0.0) / 2
-    return busiest_s + waiting_s, waiting_s
+    if not in_step:
+        return busiest_s, waiting_s, math.inf
+    limited = {edge for edge in pattern.edges if any(path(*hop).resources for hop in (edge, edge[::-1]))}
+    most = max(len(limited.intersection(tree.edges)) for tree in pattern.trees)
+    return busiest_s, waiting_s, _WAITING_CHUNKS * CHUNK_S * most
 
 
 def _phase_s(loads: dict[Hop, float], nodes: Sequence[Hashable], path: PathOf) -> float:
     links: Counter[str] = Counter()
-    senders: Counter[tuple[int, bool]] = Counter()
     between: dict[tuple[Hashable, Hashable], Counter[str]] = {}
-    targets: dict[int, set[Hashable]] = {}
+    sent: dict[int, dict[int, float]] = {}
     for (source, target), part in loads.items():
         way = path(source, target)
         own = between.setdefault((nodes[source], nodes[target]), Counter())
         for name, bandwidth in way.resources:
             links[name] += part / bandwidth  # type: ignore[assignment]
             own[name] += part / bandwidth  # type: ignore[assignment]
-        senders[source, nodes[source] == nodes[target]] += part / way.bandwidth_bytes_per_s  # type: ignore[assignment]
-        targets.setdefault(source, set()).add(nodes[target])
-    # Members of one node that send to several others take these in the same order: they share each wire in turn.
-    in_turn = {nodes[source] for source, reached in targets.items() if len(reached - {nodes[source]}) > 1}
-    nodes_s: Counter[Hashable] = Counter()
+        sent.setdefault(source, {})[target] = part / way.bandwidth_bytes_per_s
+    senders_s: list[float] = []
+    # Members of one node that send to several others by one way take these in the same order: they share each wire in turn.
+    in_turn: dict[tuple[Hashable, Hashable], str] = {}
+    for source, to in sent.items():
+        for targets in _by_way(source, to, nodes, path):
+            senders_s.append(math.fsum(to[target] for target in targets))
+            if len({nodes[target] for target in targets} - {nodes[source]}) > 1:
+                name = min(name for target in targets for name in path(source, target).bottlenecks)
+                in_turn |= {(nodes[source], nodes[target]): name for target in targets}
+    nodes_s: Counter[tuple[Hashable, str]] = Counter()
     for (one, other), of_pair in between.items():
-        if one in in_turn and one != other:
-            nodes_s[one] += max(of_pair.values(), default=0.0)  # type: ignore[assignment]
-    return max([*links.values(), *senders.values(), *nodes_s.values()], default=0.0)
+        if (one, other) in in_turn and one != other:
+            nodes_s[one, in_turn[one, other]] += max(of_pair.values(), default=0.0)  # type: ignore[assignment]
+    return max([*links.values(), *senders_s, *nodes_s.values()], default=0.0)
+
+
+def _by_way(source: int, targets: Iterable[int], nodes: Sequence[Hashable], path: PathOf) -> Iterable[list[int]]:
+    """Return the members to whom one sends, those of its node together and others by the way out of the node."""
+    found: dict[int, list[int]] = {}
+    outside = {target: path(source, target).bottlenecks for target in targets if nodes[target] != nodes[source]}
+    way_of = ways(outside) if len(outside) > 1 else dict.fromkeys(outside, 0)
+    for target in targets:
+        found.setdefault(way_of.get(target, -1), []).append(target)
+    return found.values()
 
 
 def _latency_s(pattern: Pattern, path: PathOf) -> float:
     num_members = pattern.num_members
-    if num_members > MOST_MESHED and not pattern.edges:
+    if num_members > MOST_MESHED and not pattern.trees:
         return 2 * (num_members - 1) * max(path(*hop).latency_s for hop in pattern.loads[0])
-    if pattern.edges:
+    if pattern.trees:
         return 2 * _width_s(pattern, path)
     longest_s = 0.0
     for route in pattern.routes:
@@ -157,7 +172,7 @@ def _latency_s(pattern: Pattern, path: PathOf) -> float:
 
 def _latencies_s(pattern: Pattern, path: PathOf) -> tuple[float, float]:
     """Return the latencies on the longest way of shares, and of totals."""
-    if pattern.edges or pattern.num_members > MOST_MESHED:
+    if pattern.trees or pattern.num_members > MOST_MESHED:
         half_s = _latency_s(pattern, path) / 2
         return half_s, half_s
     longest_s = [0.0, 0.0]
@@ -173,22 +188,14 @@ def _latencies_s(pattern: Pattern, path: PathOf) -> tuple[float, float]:
 
 def _width_s(pattern: Pattern, path: PathOf) -> float:
     """Return the latencies of the longest way between two members of a tree, in the slower direction."""
-    longest_s, width_s = [0.0] * pattern.num_members, 0.0
-    for source, target in pattern.routes[0].shares:
-        hop_s = longest_s[source] + max(path(source, target).latency_s, path(target, source).latency_s)
-        width_s = max(width_s, longest_s[target] + hop_s)
-        longest_s[target] = max(longest_s[target], hop_s)
+    width_s = 0.0
+    for each in pattern.trees:
+        longest_s = [0.0] * pattern.num_members
+        for target, source in reversed(each.outwards(0)):
+            hop_s = longest_s[source] + max(path(source, target).latency_s, path(target, source).latency_s)
+            width_s = max(width_s, longest_s[target] + hop_s)
+            longest_s[target] = max(longest_s[target], hop_s)
     return width_s
-
-
-def exchange(num_members: int, pattern: Pattern | None = None) -> Pattern:
-    """Return the pattern by whose totals the numbers of small tensors, such as norms, go from each member to all.
-
-    Where large sums of the same members have a tree as their `pattern`, because some cannot communicate, small ones go along it, too.
-    """
-    if pattern is not None and not pattern.is_meshed:
-        return pattern
-    return direct(range(num_members)) if num_members <= MOST_MESHED else ring(range(num_members))
 
 
 def exchange_s(num_members: int, path: PathOf) -> float:
@@ -209,9 +216,9 @@ def joining(num_members: int, path: PathOf) -> Pattern | None:
     """
     rates = [[0.0] * num_members for _ in range(num_members)]
     for one, other in itertools.combinations(range(num_members), 2):
-        ways = path(one, other), path(other, one)
-        if all(way.latency_s < math.inf for way in ways):
-            rates[one][other] = rates[other][one] = min(way.bandwidth_bytes_per_s for way in ways)
+        between = path(one, other), path(other, one)
+        if all(way.latency_s < math.inf for way in between):
+            rates[one][other] = rates[other][one] = min(way.bandwidth_bytes_per_s for way in between)
     newest, *others = sorted(range(num_members), key=lambda member: -max(rates[member]))
     best = dict.fromkeys(others, 0.0)
     sends = {newest: 0.0}  # By member that the tree has, the newest last, seconds for each byte to all neighbors.
@@ -270,6 +277,8 @@ class _Same:
     latency_s: float
     bandwidth_bytes_per_s: float
     resources: tuple[tuple[str, float], ...]
+    bottlenecks: tuple[str, ...]
+    port: str | None
 
 
 _Paths = tuple[tuple[_Same | None, ...], ...]
@@ -285,8 +294,9 @@ def _known(nodes: Sequence[Hashable], path: PathOf) -> tuple[tuple[int, ...], _P
                 row.append(None)
                 continue
             between = path(source, target)
-            resources = tuple((number_of.setdefault(name, str(len(number_of))), bandwidth) for name, bandwidth in between.resources)
-            row.append(_Same(between.latency_s, between.bandwidth_bytes_per_s, resources))
+            names = tuple(number_of.setdefault(name, str(len(number_of))) for name in between.bottlenecks)
+            resources = tuple((number_of[name], bandwidth) for name, bandwidth in between.resources)
+            row.append(_Same(between.latency_s, between.bandwidth_bytes_per_s, resources, names, names[-1] if between.port else None))
         rows.append(tuple(row))
     node_numbers = {node: number for number, node in enumerate(dict.fromkeys(nodes))}
     return tuple(node_numbers[node] for node in nodes), tuple(rows)
@@ -311,7 +321,7 @@ def _timed(nodes: tuple[int, ...], paths: _Paths) -> tuple[tuple[Pattern, SumTim
     path, found = _path_of(paths), list[tuple[Pattern, SumTime]]()
     for pattern in candidates(nodes, path):
         time = sum_time(pattern, nodes, path)
-        if not any(other.latency_s <= time.latency_s and other.s_per_byte <= time.s_per_byte for _, other in found):
+        if not any(all(map(operator.le, other, time)) for _, other in found):
             found.append((pattern, time))
     return tuple(found)
 
@@ -356,11 +366,14 @@ def candidates(nodes: Sequence[Hashable], path: PathOf) -> Iterator[Pattern]:
         yield ring(order)
     if (of_best_links := joining(len(nodes), path)) is not None:
         yield of_best_links
+    if len(nodes) > 2 and (of_trees := packed(len(nodes), path)) is not None:
+        yield of_trees
 
 
 def _are_alike(members: Sequence[int], path: PathOf) -> bool:
     """Whether all links are equally quick, and as many transfers from and to each member pass each of what they share."""
-    between = {(path(*ends).latency_s, path(*ends).bandwidth_bytes_per_s) for ends in itertools.permutations(members, 2)}
+    paths = [path(*ends) for ends in itertools.permutations(members, 2)]
+    between = {(way.latency_s, way.bandwidth_bytes_per_s, way.port is None) for way in paths}
     if len(between) > 1:
         return False
     uses = Counter(name for ends in itertools.permutations(members, 2) for name, _ in path(*ends).resources)
