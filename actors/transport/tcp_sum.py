@@ -104,26 +104,26 @@ class _Ways(NamedTuple):
     """Where the slices of a vector start, with its end, what a member does with each, and in which order it begins with them.
 
     Attributes:
-        in_step: Whether all members pass one slice after the other.
+        pipelined: Whether all members pass one slice after the other.
     """
 
     starts: Sequence[int]
     parts: tuple[Part, ...]
     order: tuple[int, ...]
-    in_step: bool
+    pipelined: bool
 
 
 @lru_cache(maxsize=256)
 def _ways(pattern: Pattern, position: int, numel: int, segments: tuple[Segment, ...], *, item_bytes: int, gathers: bool) -> _Ways:
-    in_step = False
+    pipelined = False
     if not segments:
         starts, routes = pattern.starts(numel), pattern.routes
-        in_step = pattern.passes_in_step(numel * item_bytes)
+        pipelined = pattern.is_pipelined(numel * item_bytes)
     else:
         pieces = gathered(pattern, segments) if gathers else reduced(pattern, numel, segments)
         starts, routes = [*(piece.start for piece in pieces), numel], tuple(piece.route for piece in pieces)
-    order = tuple(range(len(routes))) if in_step else _order(pattern, position, routes)
-    return _Ways(starts, tuple(route.part(position) for route in routes), order, in_step)
+    order = tuple(range(len(routes))) if pipelined else _order(pattern, position, routes)
+    return _Ways(starts, tuple(route.part(position) for route in routes), order, pipelined)
 
 
 def _order(pattern: Pattern, position: int, routes: Sequence[Route]) -> tuple[int, ...]:
@@ -279,12 +279,12 @@ class TcpSum:
         if places.numel * self._summed.itemsize <= _SMALL_BYTES and not gathers:
             starts = [number * numel for number in range(num_members + 1)]
             parts = _exchanged(group.exchange, group.position)
-            self._order, in_step = tuple(range(num_members)), False
+            self._order, pipelined = tuple(range(num_members)), False
             self._shares = self._summed.new_zeros(num_members, numel)
             self._shares[group.position] = self._summed
         else:
             ways = _ways(group.pattern, group.position, places.numel, segments, item_bytes=self._summed.itemsize, gathers=gathers)
-            starts, parts, self._order, in_step = [places.num_before(start) for start in ways.starts], *ways[1:]
+            starts, parts, self._order, pipelined = [places.num_before(start) for start in ways.starts], *ways[1:]
             text += f" ({group.pattern}{', to owners' if segments else ''})"
         # Numpy has no bfloat16, to which nothing is added.
         numbers = self._summed.view(torch.uint8) if gathers else self._summed
@@ -301,7 +301,7 @@ class TcpSum:
         self._starts = [self.item_bytes * start for start in starts]
         self._to_receive = self._to_send = 0
         self.traffic, self.deadline = (Traffic.MESSAGE, 0) if collective.kind.is_norm else (Traffic.SUM, deadline)
-        self.sequence = next(ARRIVALS) if in_step else -1
+        self.sequence = next(ARRIVALS) if pipelined else -1
         coming: Counter[int] = Counter()
         self._slices = [self._slice(number, part, coming) for number, part in enumerate(parts)]
         self._sources = [_Source(self, peer, group.links[peer], num_bytes=num_bytes) for peer, num_bytes in coming.items() if num_bytes]

@@ -30,10 +30,8 @@ from typing import Any, NamedTuple
 
 MOST_MESHED = 16
 """Members that are all connected with each other; more have the ring in their order alone."""
-
-
 _LEAST_SLICE_BYTES = 64 << 10
-"""In the mean, of a sum along trees whose members pass one slice after the other."""
+"""In the mean, of a sum along trees that is pipelined."""
 
 
 class Hop(NamedTuple):
@@ -251,7 +249,7 @@ class Pattern:
                 contents[hop.target] |= contents[hop.source]
         return {hop: frozenset(members) for hop, members in needed.items()}
 
-    def passes_in_step(self, num_bytes: int) -> bool:
+    def is_pipelined(self, num_bytes: int) -> bool:
         """Return whether members pass the slices of a sum of so many bytes one after the other, all in the same order.
 
         Along a tree each slice passes each link once each way, as a share or as its total, so that no link is ever without work. Slices

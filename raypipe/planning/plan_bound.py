@@ -178,7 +178,7 @@ class _Bounds:
         links = problem.bandwidth[np.ix_(members, members)].copy()
         np.fill_diagonal(links, 0.0)
         links = np.where(np.isfinite(links), links, _NO_LIMIT)
-        are_apart = self._are_apart[np.ix_(members, members)]
+        are_apart = self.are_apart[np.ix_(members, members)]
         by_port = self._to_one_node(np.where(are_apart, 0.0, links), problem.nodes_of[members])
         of_sum: Floats = np.where(are_apart, links, 0.0).sum(axis=1) + by_port
         of_sums = np.minimum(links.sum(axis=1), self._port_rates[0][members])
@@ -266,7 +266,7 @@ class _Bounds:
         return rates
 
     @cached_property
-    def _are_apart(self) -> NDArray[np.bool_]:
+    def are_apart(self) -> NDArray[np.bool_]:
         """Whether what one device sends another one does not pass the port of its node."""
         problem, topology = self.problem, self.problem.topology
         if problem.has_plain_links:
@@ -299,8 +299,8 @@ class _Bounds:
         problem = self.problem
         linked = problem.bandwidth.copy()
         np.fill_diagonal(linked, 0.0)
-        by_port = self._to_one_node(np.where(self._are_apart, 0.0, linked), problem.nodes_of)
-        return np.sort(np.where(self._are_apart, linked, 0.0), axis=1)[:, ::-1], by_port
+        by_port = self._to_one_node(np.where(self.are_apart, 0.0, linked), problem.nodes_of)
+        return np.sort(np.where(self.are_apart, linked, 0.0), axis=1)[:, ::-1], by_port
 
     def copies_s(self) -> float:
         """Return the bound by cases: some layer has copies, whose gradients are summed, or no layer has, and `lower_bounds` holds."""

@@ -32,7 +32,7 @@ Devices = tuple[int, ...]  # Devices of one worker, in the order of their rows a
 
 _MOST_OPS = 20_000_000
 _RING_WORK_S = 60e-6  # Of the time of a ring, for each member.
-_PATTERNS_WORK_S, _PACKING_WORK_S = 60e-6, 2e-3  # Of the times of all patterns, for each pair of members, and of packing trees.
+_PATTERNS_WORK_S, _PACKING_WORK_S = 60e-6, 4e-3  # Of the times of all patterns, for each pair of members, and of packing trees.
 
 
 def _summed_before(of_layers: Floats) -> Floats:

@@ -8,7 +8,8 @@ The tree of the best links needs no bad one, over which a circle may have to clo
 while shares of others pass it the other way, and all members pass one slice after the other. The busiest link decides: a leaf sends, and
 takes, the bytes of the sum once. Where other links are as busy, shares wait for each other: each link for three chunks, or in a small sum,
 whose slices are not cut, for half of the seconds by which two phases over the other links would take longer. Members of whom some cannot
-communicate, both ways, have no other way; where links do not join them all, they cannot sum at all.
+communicate, both ways, have no other way; where links do not join them all, they cannot sum at all. Where links differ, each slice may also
+have a tree of its own (`raypipe.simulation.packing`).
 """
 
 from __future__ import annotations
@@ -68,12 +69,12 @@ def sum_time(pattern: Pattern, nodes: Sequence[Hashable], path: PathOf) -> SumTi
     if pattern.is_ring:
         order = [member for (member,) in pattern.groups]
         return ring_time([nodes[member] for member in order], lambda source, target: path(order[source], order[target]))
-    return SumTime(_latency_s(pattern, path), *_phases_s(pattern, pattern.loads, nodes, path, in_step=True))
+    return SumTime(_latency_s(pattern, path), *_phases_s(pattern, pattern.loads, nodes, path, pipelined=True))
 
 
 def reduce_time(pattern: Pattern, owners: tuple[int, ...], nodes: Sequence[Hashable], path: PathOf) -> SumTime:
     """Return the seconds of a sum of which each of some members gets a part, each as much."""
-    return SumTime(_latencies_s(pattern, path)[0], *_phases_s(pattern, reduce_loads(pattern, owners), nodes, path, in_step=False))
+    return SumTime(_latencies_s(pattern, path)[0], *_phases_s(pattern, reduce_loads(pattern, owners), nodes, path, pipelined=False))
 
 
 def gather_time(pattern: Pattern, owners: tuple[int, ...], nodes: Sequence[Hashable], path: PathOf) -> SumTime:
@@ -97,7 +98,7 @@ def ring_time(nodes: Sequence[Hashable], path: PathOf) -> SumTime:
 
 
 def _phases_s(
-    pattern: Pattern, loads: tuple[Loads, Loads], nodes: Sequence[Hashable], path: PathOf, *, in_step: bool
+    pattern: Pattern, loads: tuple[Loads, Loads], nodes: Sequence[Hashable], path: PathOf, *, pipelined: bool
 ) -> tuple[float, float, float]:
     """Return for each byte the seconds of shares and totals, those for which shares wait for each other, and the most that these are."""
     if not pattern.trees:
@@ -108,7 +109,7 @@ def _phases_s(
     busiest = max(both, key=lambda hop: both[hop] / path(*hop).bandwidth_bytes_per_s)
     others = ({hop: part for hop, part in of_phase.items() if {*hop} != {*busiest}} for of_phase in loads)
     waiting_s = max(math.fsum(_phase_s(of_phase, nodes, path) for of_phase in others) - busiest_s, 0.0) / 2
-    if not in_step:
+    if not pipelined:
         return busiest_s, waiting_s, math.inf
     limited = {edge for edge in pattern.edges if any(path(*hop).resources for hop in (edge, edge[::-1]))}
     most = max(len(limited.intersection(tree.edges)) for tree in pattern.trees)

@@ -77,10 +77,10 @@ def test_numbers_are_added_in_the_order_of_the_pattern(
 
 
 @pytest.mark.parametrize("pattern", [TREE, tree(((0, 1), (1, 2), (2, 3)), is_meshed=True), TREES], ids=str)
-def test_so_are_those_of_slices_that_pass_in_step(make: Make, monkeypatch: pytest.MonkeyPatch, pattern: Pattern) -> None:
+def test_so_are_those_of_pipelined_slices(make: Make, monkeypatch: pytest.MonkeyPatch, pattern: Pattern) -> None:
     monkeypatch.setattr(policy, "LEAST_CHUNK_BYTES", 1001)
     sizes = (70_001, 90_003)
-    assert all(pattern.passes_in_step(4 * size) for size in sizes)
+    assert all(pattern.is_pipelined(4 * size) for size in sizes)
     ends = with_pattern(make, pattern, communication=Communication(chunk_s=1e-15))
     tensors = [numbers(size, size) for size in sizes]
     under_way = [
