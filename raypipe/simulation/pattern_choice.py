@@ -27,7 +27,6 @@ from raypipe.communication.patterns import MOST_MESHED, Hop, Pattern, direct, ri
 from raypipe.communication.policy import CHUNK_S
 from raypipe.communication.shards import Loads, gather_loads, reduce_loads
 from raypipe.communication.ways import ways
-from raypipe.simulation.packing import packed
 from raypipe.simulation.paths import LinkPath, PathOf
 
 LEAST_GAIN = 1.05
@@ -367,8 +366,11 @@ def candidates(nodes: Sequence[Hashable], path: PathOf) -> Iterator[Pattern]:
         yield ring(order)
     if (of_best_links := joining(len(nodes), path)) is not None:
         yield of_best_links
-    if len(nodes) > 2 and (of_trees := packed(len(nodes), path)) is not None:
-        yield of_trees
+    if len(nodes) > 2:
+        from raypipe.simulation.packing import packed  # noqa: PLC0415  # SciPy takes a while to load
+
+        if (of_trees := packed(len(nodes), path)) is not None:
+            yield of_trees
 
 
 def _are_alike(members: Sequence[int], path: PathOf) -> bool:
