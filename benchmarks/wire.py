@@ -14,6 +14,7 @@ rehearsal. But in the cases of own and unlike wires, what leaves a node is state
     bad wires         data parallelism on four nodes; all wires but those along 2 - 0 - 3 - 1 have a tenth: the sum goes along a tree
     own wires         the same where all wires are alike, and stated as links: what leaves over several passes at once
     unlike wires      the same where two of them have a tenth: slices go along trees of their own
+    slow port         data parallelism on five nodes, each behind a port; one port has a tenth, and is a leaf of the sum's tree
     four chunks       interleaved on two workers of two nodes each: a worker's chunks sum over one wire
     cnn, planned      VGG-16 (PipeDream's profile; bytes over 40) on four nodes of two devices: raypipe's plan
     cnn, copies       the same as data parallelism, its sums in buckets that overlap the last backward
@@ -42,7 +43,7 @@ from raypipe import simulate
 from raypipe.actors.execution.programs import executable_programs
 from raypipe.artifacts.plan import Plan
 from raypipe.artifacts.profile import ModelProfile
-from raypipe.artifacts.topology import ClusterTopology, Device, Link, Node, NodeLink, Overheads
+from raypipe.artifacts.topology import ClusterTopology, Device, Link, Node, NodeLink, Overheads, SharedLink
 from raypipe.artifacts.trace import Trace
 from raypipe.planning.evaluator import Evaluation, LayoutEvaluator
 from raypipe.planning.layout import Layout
@@ -88,6 +89,15 @@ def nodes(count: int, devices: int, bad: Collection[tuple[int, int]] = (), *, ar
     )
 
 
+def ports(count: int, slow: int) -> Iterator[tuple[str, list[tuple[int, int]], float]]:
+    """Yield the name of what leaves or enters each node, its pairs of nodes and its bytes per second; the slow node has a tenth."""
+    for number in range(count):
+        others = [other for other in range(count) if other != number]
+        rate = WIRE_BYTES_PER_S / (10 if number == slow else 1)
+        yield f"node{number}/out", [(number, other) for other in others], rate
+        yield f"node{number}/in", [(other, number) for other in others], rate
+
+
 def scaled(profile: ModelProfile, *, seconds: float, num_bytes: float) -> ModelProfile:
     """Return a profile whose layers take a multiple of the time, and have a multiple of the bytes."""
     layers = tuple(
@@ -122,12 +132,28 @@ class Case:
     layout: Layout | str
     bad: tuple[tuple[int, int], ...] = ()
     are_stated: bool = False
+    slow_port: int | None = None
+
+    @property
+    def topology(self) -> ClusterTopology:
+        """The nodes, with a port each where one is slow."""
+        topology = nodes(self.num_nodes, self.devices, self.bad, are_stated=self.are_stated)
+        if self.slow_port is None:
+            return topology
+        of_nodes = tuple(
+            SharedLink(
+                name=name,
+                bandwidth_bytes_per_s=rate * GOODPUT,
+                members=tuple((f"node{source}", f"node{target}") for source, target in pairs),
+            )
+            for name, pairs, rate in ports(self.num_nodes, self.slow_port)
+        )
+        return replace(topology, shared_links=of_nodes, default_link=NodeLink(latency_s=LATENCY_S))
 
     def evaluated(self) -> tuple[LayoutEvaluator, Evaluation]:
         """Return the simulated layout and who simulated it."""
         profile = self.profile()
-        topology = nodes(self.num_nodes, self.devices, self.bad, are_stated=self.are_stated)
-        evaluator = LayoutEvaluator(Problem(profile, topology, self.num_microbatches, profile.microbatch_size))
+        evaluator = LayoutEvaluator(Problem(profile, self.topology, self.num_microbatches, profile.microbatch_size))
         found = solve(evaluator, name=self.layout) if isinstance(self.layout, str) else evaluator.simulate(self.layout)
         assert found is not None, "these layouts are valid"
         return evaluator, found
@@ -177,6 +203,14 @@ CASES = {
         bad=((0, 1), (2, 3)),
         are_stated=True,
     ),
+    "slow port": Case(
+        partial(_uniform, 2, output_bytes=1000, parameter_bytes=2_500_000),
+        5,
+        1,
+        4,
+        Layout((0, 2), ((0, 1, 2, 3, 4),), "1f1b"),
+        slow_port=4,
+    ),
     "four chunks": Case(
         partial(_uniform, 8, output_bytes=100_000, parameter_bytes=4_000_000),
         4,
@@ -224,6 +258,8 @@ def measured(name: str, *, rounds: int) -> dict[str, Any]:
     if rounds:
         plan = evaluator.plan(found, planner="given", lower_bound_s=0.0)
         with on_nodes(case.num_nodes, case.devices, rates=rates(case.num_nodes, case.bad)) as (machines, commands):
+            for _, pairs, rate in ports(case.num_nodes, case.slow_port) if case.slow_port is not None else ():
+                machines.share(pairs, rate)
             told = plan.on(replace(plan.topology, overheads=fitted(machines, commands, plan)))
             runs = in_rounds({name: partial(rehearsed_s, machines, commands, plan)}, num_rounds=rounds)
         result |= {"told_s": simulate(told).update_s, "rehearsed_s": Summary.of(runs[name])}

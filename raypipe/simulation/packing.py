@@ -41,10 +41,15 @@ class _Links:
         self._ends = np.array(pairs).T
         link_of: dict[str, int] = {}
         entries: list[tuple[int, int, float]] = []
+        by_port: dict[str, float] = {}
+        for ends in itertools.permutations(range(num_members), 2):
+            between = path(*ends)
+            name = f"{ends[0]} by {between.port}"
+            by_port[name] = max(by_port.get(name, 0.0), between.bandwidth_bytes_per_s)
         for number, pair in enumerate(pairs):
             for source, target in (pair, pair[::-1]):
                 between = path(source, target)
-                port = [] if between.port is None else [(f"{source} by {between.port}", between.bandwidth_bytes_per_s)]
+                port = [] if between.port is None else [(name := f"{source} by {between.port}", by_port[name])]
                 for name, bandwidth in (*between.resources, *port):
                     entries.append((number, link_of.setdefault(name, len(link_of)), 1 / bandwidth))
         self.seconds = np.zeros((len(pairs), len(link_of)))

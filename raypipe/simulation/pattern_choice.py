@@ -104,10 +104,10 @@ def _phases_s(
         return math.fsum(_phase_s(of_phase, nodes, path) for of_phase in loads), 0.0, 0.0
     shares, totals = loads
     both = {hop: shares.get(hop, 0.0) + totals.get(hop, 0.0) for hop in {**shares, **totals}}
-    busiest_s = _phase_s(both, nodes, path)
+    busiest_s = _phase_s(both, nodes, path, in_chunks=True)
     busiest = max(both, key=lambda hop: both[hop] / path(*hop).bandwidth_bytes_per_s)
     others = ({hop: part for hop, part in of_phase.items() if {*hop} != {*busiest}} for of_phase in loads)
-    waiting_s = max(math.fsum(_phase_s(of_phase, nodes, path) for of_phase in others) - busiest_s, 0.0) / 2
+    waiting_s = max(math.fsum(_phase_s(of_phase, nodes, path, in_chunks=True) for of_phase in others) - busiest_s, 0.0) / 2
     if not pipelined:
         return busiest_s, waiting_s, math.inf
     limited = {edge for edge in pattern.edges if any(path(*hop).resources for hop in (edge, edge[::-1]))}
@@ -115,23 +115,29 @@ def _phases_s(
     return busiest_s, waiting_s, _WAITING_CHUNKS * CHUNK_S * most
 
 
-def _phase_s(loads: dict[Hop, float], nodes: Sequence[Hashable], path: PathOf) -> float:
+def _phase_s(loads: dict[Hop, float], nodes: Sequence[Hashable], path: PathOf, *, in_chunks: bool = False) -> float:
+    """Return the seconds for each byte of what passes at once; in chunks, others fill a port while one of them passes a slow link."""
     links: Counter[str] = Counter()
     between: dict[tuple[Hashable, Hashable], Counter[str]] = {}
-    sent: dict[int, dict[int, float]] = {}
+    sent: dict[int, list[int]] = {}
     for (source, target), part in loads.items():
         way = path(source, target)
         own = between.setdefault((nodes[source], nodes[target]), Counter())
         for name, bandwidth in way.resources:
             links[name] += part / bandwidth  # type: ignore[assignment]
             own[name] += part / bandwidth  # type: ignore[assignment]
-        sent.setdefault(source, {})[target] = part / way.bandwidth_bytes_per_s
+        sent.setdefault(source, []).append(target)
     senders_s: list[float] = []
     # Members of one node that send to several others by one way take these in the same order: they share each wire in turn.
     in_turn: dict[tuple[Hashable, Hashable], str] = {}
     for source, to in sent.items():
         for targets in _by_way(source, to, nodes, path):
-            senders_s.append(math.fsum(to[target] for target in targets))
+            parts = {target: loads[Hop(source, target)] for target in targets}
+            rates = {target: path(source, target).bandwidth_bytes_per_s for target in targets}
+            if in_chunks:
+                senders_s.append(math.fsum(parts.values()) / max(rates.values()))
+                continue
+            senders_s.append(math.fsum(part / rates[target] for target, part in parts.items()))
             if len({nodes[target] for target in targets} - {nodes[source]}) > 1:
                 name = min(name for target in targets for name in path(source, target).bottlenecks)
                 in_turn |= {(nodes[source], nodes[target]): name for target in targets}

@@ -48,10 +48,12 @@ class _Hop(NamedTuple):
 @dataclass
 class _Sum:
     # First all shares pass, then all totals, if there are both and they go along no tree; of `phases`, those that have not begun.
+    # Along trees each member passes slice after slice, to one neighbor while another one's link is busy.
     collective: Collective
     phases: list[list[_Hop]]
     latency_s: float
     deadlines: dict[int, int]
+    along_trees: bool
     started: set[int] = field(default_factory=set)
     left: int = 0
 
@@ -79,7 +81,7 @@ def _sum_of(collective: Collective, cost: Cost) -> _Sum:
         phases = [[*phases[0], *from_all]] if pattern.trees else [*phases, from_all]
     elif totals:
         phases.append(hops(totals, gather_needs(pattern, cost.owners(collective)).__getitem__))
-    return _Sum(collective, phases, cost.sum_latency_s(collective), {})
+    return _Sum(collective, phases, cost.sum_latency_s(collective), {}, bool(pattern.trees))
 
 
 def _ways(pairs: Iterable[tuple[int, int]], cost: Cost) -> tuple[dict[tuple[int, int], int], dict[tuple[int, int], int]]:
@@ -126,6 +128,12 @@ class OrderTransfers:
         pairs |= {(hop.source, hop.target) for total in sums.values() for hop in total.hops}
         self._message_ways, self._sum_ways = _ways(sorted(pairs), cost)
         self._paths: dict[tuple[int, int], Path] = {}
+        self._port_rates: dict[tuple[int, str], float] = {}
+        """Of each device and port, the bandwidth of the quickest path."""
+        for source, target in pairs:
+            if port := self._port_to(source, target):
+                known = self._port_rates.get((source, port), 0.0)
+                self._port_rates[source, port] = max(known, cost.path(source, target).bandwidth_bytes_per_s)
         self._left_s: dict[str, float] = {}
         """When messages out of a port, which left while no flow was under way, have passed their wires."""
 
@@ -218,11 +226,15 @@ class OrderTransfers:
         if not hop.path.resources:
             self._passed(number, total, hop, on_end, now_s, now_s)
             return
-        # What a device sends by a port goes one after the other (`ConnectOrder.ways`).
+        # What a device sends by a port goes one after the other (`ConnectOrder.ways`), but chunks are short along trees, and while one of
+        # them passes a slow link, others fill the port.
         port = self._port_to(hop.source, hop.target)
+        path = self._out_of_port(hop.source, hop.target, hop.path)
+        if total.along_trees and port:
+            path = replace(path, resources=(*path.resources, (f"{port}, device {hop.source}", self._port_rates[hop.source, port])))
         self._network.submit(
-            (hop.source, self._sum_ways[hop.source, hop.target]),
-            self._out_of_port(hop.source, hop.target, hop.path),
+            (hop.source, hop.target, True) if total.along_trees else (hop.source, self._sum_ways[hop.source, hop.target]),
+            path,
             hop.num_bytes,
             now_s,
             traffic=Traffic.SUM,

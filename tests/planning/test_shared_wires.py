@@ -64,6 +64,35 @@ def test_sums_through_the_port_of_a_node_share_it() -> None:
     assert ratio(narrow, CROSSING) == pytest.approx(1.0, abs=0.02)
 
 
+@pytest.mark.parametrize("num_nodes", [3, 5, 8])
+def test_a_slow_port_works_all_the_time_while_those_of_its_neighbors_send_to_others(num_nodes: int) -> None:
+    names = [f"node{number}" for number in range(num_nodes)]
+    rates = [25e6] * (num_nodes - 1) + [2.5e6]
+    ports = tuple(
+        SharedLink(
+            name=f"{way}-{name}",
+            bandwidth_bytes_per_s=rate,
+            members=tuple((name, other) if way == "from" else (other, name) for other in names if other != name),
+        )
+        for name, rate in zip(names, rates, strict=True)
+        for way in ("from", "to")
+    )
+    topology = ClusterTopology(
+        name="star",
+        nodes=tuple(Node(name=name, devices=(Device(f"{name}/0", "cpu"),)) for name in names),
+        default_link=NodeLink(latency_s=1e-4),
+        shared_links=ports,
+    )
+    profile = ModelProfile.uniform(2, forward_s=0.02, backward_s=0.04, output_bytes=1000, parameter_bytes=2_000_000, microbatch_size=8)
+    problem, copies = Problem(profile, topology, 4, 8), Layout((0, 2), (tuple(range(num_nodes)),))
+    judged, alone = LayoutEvaluator(problem).simulate(copies), LayoutEvaluator(problem).simulate(Layout((0, 2), ((0,),)))
+    assert judged is not None
+    assert alone is not None
+    sum_s = float(problem.summed_prefix[-1]) / 2.5e6
+    assert sum_s < judged.update_s < 1.1 * sum_s + alone.update_s
+    assert ratio(problem, copies) == pytest.approx(1.0, abs=0.03)
+
+
 def test_each_stage_alone_would_be_promised_a_wire_of_its_own() -> None:
     problem = two_nodes(num_microbatches=4)
     estimator = LayoutEvaluator(problem).estimator

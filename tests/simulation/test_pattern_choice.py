@@ -161,14 +161,11 @@ def test_none_of_the_candidates_is_quicker(slow: dict[tuple[int, int], float], d
 def test_a_member_behind_a_slow_port_is_a_leaf_of_a_tree() -> None:
     topology = cluster(4, ports={1: RATE / 10})
     nodes, path = members_of(topology, [device.name for device in topology.devices])
-    one, pattern = joining(4, path), chosen(topology)
-    assert one is not None
-    assert len(one.neighbors[1]) == 1
-    # It sends and takes all numbers once, as shares or totals, and its neighbor sends to one more; in a ring three quarters of them twice.
-    assert sum_time(one, nodes, path).s_per_byte == pytest.approx(1 / (RATE / 10) + 1 / RATE)
-    # With several trees it is a leaf of each, and others take turns as its neighbor.
-    assert all(sum(1 in edge for edge in tree.edges) == 1 for tree in pattern.trees)
-    assert 1 / (RATE / 10) <= sum_time(pattern, nodes, path).s_per_byte <= sum_time(one, nodes, path).s_per_byte / 1.05
+    pattern = chosen(topology)
+    assert pattern == joining(4, path)
+    assert len(pattern.neighbors[1]) == 1
+    # It sends and takes all numbers once, as shares or totals, while its neighbor sends to others, too; in a ring three quarters twice.
+    assert sum_time(pattern, nodes, path).s_per_byte == pytest.approx(1 / (RATE / 10))
     assert sum_time(ring(range(4)), nodes, path).s_per_byte == pytest.approx(1.5 / (RATE / 10))
 
 
