@@ -104,10 +104,11 @@ def _phases_s(
         return math.fsum(_phase_s(of_phase, nodes, path) for of_phase in loads), 0.0, 0.0
     shares, totals = loads
     both = {hop: shares.get(hop, 0.0) + totals.get(hop, 0.0) for hop in {**shares, **totals}}
-    busiest_s = _phase_s(both, nodes, path, in_chunks=True)
+    fills_ports = len(pattern.trees) == 1
+    busiest_s = _phase_s(both, nodes, path, fills_ports=fills_ports)
     busiest = max(both, key=lambda hop: both[hop] / path(*hop).bandwidth_bytes_per_s)
     others = ({hop: part for hop, part in of_phase.items() if {*hop} != {*busiest}} for of_phase in loads)
-    waiting_s = max(math.fsum(_phase_s(of_phase, nodes, path, in_chunks=True) for of_phase in others) - busiest_s, 0.0) / 2
+    waiting_s = max(math.fsum(_phase_s(of_phase, nodes, path, fills_ports=fills_ports) for of_phase in others) - busiest_s, 0.0) / 2
     if not pipelined:
         return busiest_s, waiting_s, math.inf
     limited = {edge for edge in pattern.edges if any(path(*hop).resources for hop in (edge, edge[::-1]))}
@@ -115,8 +116,8 @@ def _phases_s(
     return busiest_s, waiting_s, _WAITING_CHUNKS * CHUNK_S * most
 
 
-def _phase_s(loads: dict[Hop, float], nodes: Sequence[Hashable], path: PathOf, *, in_chunks: bool = False) -> float:
-    """Return the seconds for each byte of what passes at once; in chunks, others fill a port while one of them passes a slow link."""
+def _phase_s(loads: dict[Hop, float], nodes: Sequence[Hashable], path: PathOf, *, fills_ports: bool = False) -> float:
+    """Return the seconds for each byte of what passes at once; a port is filled by others while one of them passes a slow link, or waits."""
     links: Counter[str] = Counter()
     between: dict[tuple[Hashable, Hashable], Counter[str]] = {}
     sent: dict[int, list[int]] = {}
@@ -134,7 +135,7 @@ def _phase_s(loads: dict[Hop, float], nodes: Sequence[Hashable], path: PathOf, *
         for targets in _by_way(source, to, nodes, path):
             parts = {target: loads[Hop(source, target)] for target in targets}
             rates = {target: path(source, target).bandwidth_bytes_per_s for target in targets}
-            if in_chunks:
+            if fills_ports:
                 senders_s.append(math.fsum(parts.values()) / max(rates.values()))
                 continue
             senders_s.append(math.fsum(part / rates[target] for target, part in parts.items()))

@@ -48,12 +48,12 @@ class _Hop(NamedTuple):
 @dataclass
 class _Sum:
     # First all shares pass, then all totals, if there are both and they go along no tree; of `phases`, those that have not begun.
-    # Along trees each member passes slice after slice, to one neighbor while another one's link is busy.
+    # Along one tree chunks go to some neighbors while another one's link is busy; along several, the order of the slices prevents that.
     collective: Collective
     phases: list[list[_Hop]]
     latency_s: float
     deadlines: dict[int, int]
-    along_trees: bool
+    fills_ports: bool
     started: set[int] = field(default_factory=set)
     left: int = 0
 
@@ -81,7 +81,7 @@ def _sum_of(collective: Collective, cost: Cost) -> _Sum:
         phases = [[*phases[0], *from_all]] if pattern.trees else [*phases, from_all]
     elif totals:
         phases.append(hops(totals, gather_needs(pattern, cost.owners(collective)).__getitem__))
-    return _Sum(collective, phases, cost.sum_latency_s(collective), {}, bool(pattern.trees))
+    return _Sum(collective, phases, cost.sum_latency_s(collective), {}, len(pattern.trees) == 1)
 
 
 def _ways(pairs: Iterable[tuple[int, int]], cost: Cost) -> tuple[dict[tuple[int, int], int], dict[tuple[int, int], int]]:
@@ -226,14 +226,14 @@ class OrderTransfers:
         if not hop.path.resources:
             self._passed(number, total, hop, on_end, now_s, now_s)
             return
-        # What a device sends by a port goes one after the other (`ConnectOrder.ways`), but chunks are short along trees, and while one of
-        # them passes a slow link, others fill the port.
+        # What a device sends by a port goes one after the other (`ConnectOrder.ways`), but chunks are short: while one of them passes a
+        # slow link, others fill the port.
         port = self._port_to(hop.source, hop.target)
         path = self._out_of_port(hop.source, hop.target, hop.path)
-        if total.along_trees and port:
+        if total.fills_ports and port:
             path = replace(path, resources=(*path.resources, (f"{port}, device {hop.source}", self._port_rates[hop.source, port])))
         self._network.submit(
-            (hop.source, hop.target, True) if total.along_trees else (hop.source, self._sum_ways[hop.source, hop.target]),
+            (hop.source, hop.target, True) if total.fills_ports else (hop.source, self._sum_ways[hop.source, hop.target]),
             path,
             hop.num_bytes,
             now_s,
