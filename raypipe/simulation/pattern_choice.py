@@ -117,7 +117,7 @@ def _phases_s(
 
 
 def _phase_s(loads: dict[Hop, float], nodes: Sequence[Hashable], path: PathOf, *, fills_ports: bool = False) -> float:
-    """Return the seconds for each byte of what passes at once; a port is filled by others while one of them passes a slow link, or waits."""
+    """Return the seconds for each byte of what passes at once; others fill a port or not while one of them passes a slow link."""
     links: Counter[str] = Counter()
     between: dict[tuple[Hashable, Hashable], Counter[str]] = {}
     sent: dict[int, list[int]] = {}
