@@ -326,10 +326,16 @@ def _quickest(nodes: tuple[int, ...], paths: _Paths, num_bytes: float) -> Patter
 def _timed(nodes: tuple[int, ...], paths: _Paths) -> tuple[tuple[Pattern, SumTime], ...]:
     """Return the candidates with their times, without those that another one before them beats at any size."""
     path, found = _path_of(paths), list[tuple[Pattern, SumTime]]()
-    for pattern in candidates(nodes, path):
+
+    def add(pattern: Pattern) -> None:
         time = sum_time(pattern, nodes, path)
         if not any(all(map(operator.le, other, time)) for _, other in found):
             found.append((pattern, time))
+
+    for pattern in candidates(nodes, path):
+        add(pattern)
+    if (of_trees := _of_trees(nodes, path, min(time.s_per_byte for _, time in found))) is not None:
+        add(of_trees)
     return tuple(found)
 
 
@@ -373,11 +379,33 @@ def candidates(nodes: Sequence[Hashable], path: PathOf) -> Iterator[Pattern]:
         yield ring(order)
     if (of_best_links := joining(len(nodes), path)) is not None:
         yield of_best_links
-    if len(nodes) > 2:
-        from raypipe.simulation.packing import packed  # noqa: PLC0415  # SciPy takes a while to load
 
-        if (of_trees := packed(len(nodes), path)) is not None:
-            yield of_trees
+
+def _of_trees(nodes: Sequence[Hashable], path: PathOf, known_s: float) -> Pattern | None:
+    """Return slices along several trees where those may be quicker than some seconds for each byte."""
+    if len(nodes) < 3 or _are_alike(range(len(nodes)), path) or known_s < LEAST_GAIN * _least_s(nodes, path):
+        return None
+    from raypipe.simulation.packing import packed  # noqa: PLC0415  # SciPy takes a while to load
+
+    return packed(len(nodes), path)
+
+
+def _least_s(nodes: Sequence[Hashable], path: PathOf) -> float:
+    """Return seconds for each byte that no pattern beats: all numbers leave each member and each node once, and come to it."""
+    members = range(len(nodes))
+    of_nodes = ([member for member in members if nodes[member] == node] for node in dict.fromkeys(nodes))
+    sides = [*([member] for member in members), *(side for side in of_nodes if 1 < len(side) < len(nodes))]
+    least_s = 0.0
+    for side in sides:
+        outwards = [(member, other) for member in side for other in members if other not in side]
+        for ends in (outwards, [pair[::-1] for pair in outwards]):
+            # Each path is charged to one of its wires, and the wires add up.
+            wires: dict[str, float] = {}
+            for pair in ends:
+                for name, bandwidth in sorted(path(*pair).resources, key=lambda wire: wire[1])[:1] or [("", math.inf)]:
+                    wires[name] = max(wires.get(name, 0.0), bandwidth)
+            least_s = max(least_s, 1 / math.fsum(wires.values()))
+    return least_s
 
 
 def _are_alike(members: Sequence[int], path: PathOf) -> bool:
