@@ -258,8 +258,8 @@ class _Bounds:
     def _sum_rates(self, num_members: int) -> Floats:
         """Return for each device the most bytes per second of one sum that leave it, 0 where it has no link.
 
-        What it sends to several other nodes by its node's port goes one after the other (`simulation.transfers`); within its node, over
-        stated links, or to the devices of one other node that have links of their own, it may send to all members at once.
+        What it sends to several other nodes by its node's port passes that at the rate of the quickest path (`simulation.transfers`);
+        within its node, over stated links, or to the devices of one other node that have links of their own, it may send to all at once.
         """
         apart, by_port = self._out_rates
         rates: Floats = apart[:, : num_members - 1].sum(axis=1) + by_port
