@@ -4,12 +4,12 @@ A sum's time is that of all its shares, then that of all its totals, and the lat
 busiest link decides, or the busiest member: what a member sends to others of its node goes one after the other, and so does what it
 sends to other nodes by one way, such as a port. Members of one node that do the latter use its wires in the same order, one wire at a time.
 
-The tree of the best links needs no bad one, over which a circle may have to close. There, totals of some slices pass a link one way
-while shares of others pass it the other way, and all members pass one slice after the other, in chunks, of which others fill a port while
-one passes a slow link. The busiest link decides: a leaf sends, and takes, the bytes of the sum once. Where other links are as busy, shares wait for each other: each link for three chunks, or in a small sum,
-whose slices are not cut, for half of the seconds by which two phases over the other links would take longer. Members of whom some cannot
-communicate, both ways, have no other way; where links do not join them all, they cannot sum at all. Where links differ, each slice may also
-have a tree of its own (`raypipe.simulation.packing`).
+The tree of the best links needs no bad one, over which a circle may have to close. There, totals of some slices pass a link one way while
+shares of others pass it the other way, and all members pass one slice after the other, in chunks, of which others fill a port while one
+passes a slow link. The busiest link decides: a leaf sends, and takes, the bytes of the sum once. Where other links are as busy, shares wait
+for each other: each link for three chunks, or in a small sum, whose slices are not cut, for half of the seconds by which two phases over
+the other links would take longer. Members of whom some cannot communicate, both ways, have no other way; where links do not join them all,
+they cannot sum at all. Where links differ, each slice may also have a tree of its own (`raypipe.simulation.packing`).
 """
 
 from __future__ import annotations
