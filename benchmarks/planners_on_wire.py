@@ -1,12 +1,15 @@
 """Planner against planner on four nodes whose links all differ: simulated, rehearsed and trained on a network of namespaces.
 
-    python benchmarks/planners_on_wire.py [--models NAME ...] [--seed 1] [--rounds 3] [--json FILE]     # as root, with iproute2
+    python benchmarks/planners_on_wire.py [--models NAME ...] [--seed 1] [--rounds 3] [--slower 1] [--json FILE]  # root, iproute2
     python benchmarks/planners_on_wire.py --simulate                                                    # on any machine
 
 Each ordered pair of nodes has a wire of 50 Mbit/s to 1 Gbit/s, at random. The models are those of `models.py` with seconds and bytes
 divided so that an update takes some seconds: what computes waits for that time, messages and sums are real. The simulator is told what an
 F and a B take beyond their waits, as `raypipe calibrate` fits it, from one rehearsal of raypipe's plan on the same nodes; with `--plain`
 it is not.
+
+With `--slower N` all wires are N times as slow, and models have an Nth of the bytes: the same seconds, with less work for the cores that
+pass the bytes of all nodes.
 
 A pair of planners whose simulated updates differ by more than 5 % must have the same order in rehearsal.
 """
@@ -60,11 +63,11 @@ CASES = {
 PLANNERS = ("raypipe", "spp", "pipedream", "node-pipeline", "ddp-overlap")
 
 
-def rates(seed: int) -> dict[tuple[int, int], float]:
+def rates(seed: int, *, slower: float = 1.0) -> dict[tuple[int, int], float]:
     """Return bytes per second of the wire of each ordered pair of nodes."""
     rng = random.Random(seed)
     pairs = itertools.permutations(range(NUM_NODES), 2)
-    return {pair: round(SLOWEST_MBIT * (FASTEST_MBIT / SLOWEST_MBIT) ** rng.random()) * MBIT for pair in pairs}
+    return {pair: round(SLOWEST_MBIT * (FASTEST_MBIT / SLOWEST_MBIT) ** rng.random()) * MBIT / slower for pair in pairs}
 
 
 def network(of_pairs: dict[tuple[int, int], float]) -> ClusterTopology:
@@ -98,10 +101,10 @@ def misplaced(simulated: dict[str, float], rehearsed: dict[str, float]) -> list[
     return [(one, other) for one, other in pairs if simulated[one] * (1 + CLOSE) < simulated[other] and rehearsed[one] >= rehearsed[other]]
 
 
-def compared(name: str, *, seed: int, rounds: int, plain: bool) -> dict[str, Any]:
+def compared(name: str, *, seed: int, rounds: int, plain: bool, slower: float) -> dict[str, Any]:
     """Return what each planner's plan of a model takes, simulated and, with rounds, rehearsed."""
-    of_pairs = rates(seed)
-    of_planner = dict(plans(problem_of(CASES[name], network(of_pairs))))
+    of_pairs, case = rates(seed, slower=slower), CASES[name]
+    of_planner = dict(plans(problem_of(replace(case, num_bytes=case.num_bytes / slower), network(of_pairs))))
     simulated = {planner: plan.predicted.update_s for planner, plan in of_planner.items() if plan.predicted is not None}
     result: dict[str, Any] = {"name": name, "rates": {f"{one}->{other}": rate for (one, other), rate in of_pairs.items()}}
     result |= {"simulated_s": simulated, "orders": {planner: plan.schedule.name for planner, plan in of_planner.items()}}
@@ -133,13 +136,15 @@ def main() -> int:
     parser.add_argument("--models", nargs="+", choices=list(CASES), default=list(CASES))
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--slower", type=float, default=1.0, help="how many times slower wires are, for as many times fewer bytes")
     parser.add_argument("--simulate", action="store_true", help="without rehearsals, on any machine")
     parser.add_argument("--plain", action="store_true", help="simulate without what Ops take beyond their waits")
     parser.add_argument("--json", help="file for the results")
     options = parser.parse_args()
     results = []
     for name in options.models:
-        results.append(compared(name, seed=options.seed, rounds=0 if options.simulate else options.rounds, plain=options.plain))
+        rounds = 0 if options.simulate else options.rounds
+        results.append(compared(name, seed=options.seed, rounds=rounds, plain=options.plain, slower=options.slower))
         print_table(f"seconds of an update, {name}", list(_rows(results[-1])))
         if "misplaced" in results[-1]:
             print(f"pairs in another order than simulated: {results[-1]['misplaced'] or 'none'}", flush=True)

@@ -120,25 +120,23 @@ def _phase_s(loads: dict[Hop, float], nodes: Sequence[Hashable], path: PathOf, *
     """Return the seconds for each byte of what passes at once; others fill a port or not while one of them passes a slow link."""
     links: Counter[str] = Counter()
     between: dict[tuple[Hashable, Hashable], Counter[str]] = {}
-    sent: dict[int, list[int]] = {}
+    sent: dict[int, dict[int, tuple[float, float]]] = {}  # By source and target, the part and the bandwidth.
     for (source, target), part in loads.items():
         way = path(source, target)
         own = between.setdefault((nodes[source], nodes[target]), Counter())
         for name, bandwidth in way.resources:
             links[name] += part / bandwidth  # type: ignore[assignment]
             own[name] += part / bandwidth  # type: ignore[assignment]
-        sent.setdefault(source, []).append(target)
+        sent.setdefault(source, {})[target] = part, way.bandwidth_bytes_per_s
     senders_s: list[float] = []
     # Members of one node that send to several others by one way take these in the same order: they share each wire in turn.
     in_turn: dict[tuple[Hashable, Hashable], str] = {}
     for source, to in sent.items():
         for targets in _by_way(source, to, nodes, path):
-            parts = {target: loads[Hop(source, target)] for target in targets}
-            rates = {target: path(source, target).bandwidth_bytes_per_s for target in targets}
             if fills_ports:
-                senders_s.append(math.fsum(parts.values()) / max(rates.values()))
+                senders_s.append(math.fsum(to[target][0] for target in targets) / max(to[target][1] for target in targets))
                 continue
-            senders_s.append(math.fsum(part / rates[target] for target, part in parts.items()))
+            senders_s.append(math.fsum(part / bandwidth for part, bandwidth in map(to.__getitem__, targets)))
             if len({nodes[target] for target in targets} - {nodes[source]}) > 1:
                 name = min(name for target in targets for name in path(source, target).bottlenecks)
                 in_turn |= {(nodes[source], nodes[target]): name for target in targets}
@@ -366,12 +364,12 @@ def candidates(nodes: Sequence[Hashable], path: PathOf) -> Iterator[Pattern]:
     by_node = [tuple(member for member in members if nodes[member] == node) for node in dict.fromkeys(nodes)]
     if len(by_node) == 1 and _are_alike(members, path):
         return
-    if len(by_node) > 1:
-        for order in _orders([group[0] for group in by_node], path):
-            group_of = {group[0]: group for group in by_node}
+    if 1 < len(by_node) < len(nodes):
+        group_of = {group[0]: group for group in by_node}
+        for number, order in enumerate(_orders(list(group_of), path)):
             groups = tuple(group_of[first] for first in order)
-            if len(groups) < len(nodes):
-                yield Pattern(groups)
+            yield Pattern(groups)
+            if not number:  # In any order it is as quick.
                 yield Pattern(groups, direct=True)
     if len(by_node) == len(nodes) and _are_alike(members, path):
         return
