@@ -117,7 +117,7 @@ def _phases_s(
 
 
 def _phase_s(loads: dict[Hop, float], nodes: Sequence[Hashable], path: PathOf, *, fills_ports: bool = False) -> float:
-    """Return the seconds for each byte of what passes at once; others fill a port or not while one of them passes a slow link."""
+    """Return the seconds for each byte of what passes at once; `fills_ports` says that a port is never idle for a slow link behind it."""
     links: Counter[str] = Counter()
     between: dict[tuple[Hashable, Hashable], Counter[str]] = {}
     sent: dict[int, dict[int, tuple[float, float]]] = {}  # By source and target, the part and the bandwidth.
@@ -380,7 +380,7 @@ def candidates(nodes: Sequence[Hashable], path: PathOf) -> Iterator[Pattern]:
 
 
 def _of_trees(nodes: Sequence[Hashable], path: PathOf, known_s: float) -> Pattern | None:
-    """Return slices along several trees where those may be quicker than some seconds for each byte."""
+    """Return the pattern of several trees, `None` where it cannot be quicker than some seconds for each byte."""
     if len(nodes) < 3 or _are_alike(range(len(nodes)), path) or known_s < LEAST_GAIN * _least_s(nodes, path):
         return None
     from raypipe.simulation.packing import packed  # noqa: PLC0415  # SciPy takes a while to load

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
@@ -229,11 +229,14 @@ class OrderTransfers:
         # What a device sends by a port goes one after the other (`ConnectOrder.ways`), but chunks are short: while one of them passes a
         # slow link, others fill the port.
         port = self._port_to(hop.source, hop.target)
-        path = self._out_of_port(hop.source, hop.target, hop.path)
+        path, way = self._out_of_port(hop.source, hop.target, hop.path), self._sum_ways[hop.source, hop.target]
+        turns: Hashable = (hop.source, way)
         if total.fills_ports and port:
+            # The port is a link then, which all that it carries shares.
+            turns = (hop.source, way, hop.target)
             path = replace(path, resources=(*path.resources, (f"{port}, device {hop.source}", self._port_rates[hop.source, port])))
         self._network.submit(
-            (hop.source, hop.target, True) if total.fills_ports else (hop.source, self._sum_ways[hop.source, hop.target]),
+            turns,
             path,
             hop.num_bytes,
             now_s,
