@@ -56,7 +56,6 @@ from rounds import Summary, in_rounds, print_table, write_json
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the cluster in namespaces is made by the tests' own tools
 
 from raypipe import build_schedule
-from raypipe.actors.execution.programs import executable_programs
 from raypipe.artifacts.plan import Plan, Replica
 from raypipe.artifacts.profile import LayerProfile, ModelProfile
 from raypipe.artifacts.topology import ClusterTopology, Device, Node, NodeLink, Overheads, SharedLink
@@ -67,7 +66,6 @@ from raypipe.planning.evaluator import Evaluation, LayoutEvaluator
 from raypipe.planning.layout import Layout
 from raypipe.planning.layout_schedules import layout_schedule
 from raypipe.planning.problem import Problem
-from raypipe.profiling.overhead_fit import Observations
 from raypipe.schedules.ir import Schedule, UpdateScope
 from raypipe.schedules.lower import lower
 from raypipe.schedules.passes import forwards_ahead, late_updates, shard_optimizer
@@ -75,8 +73,8 @@ from raypipe.schedules.validate import validate
 from raypipe.simulation.compiled import CompiledOrder
 from raypipe.simulation.plan_cost import late_row_stages, plan_cost, plan_programs
 from raypipe.simulation.simulator import time_order
-from raypipe.training.run_schedules import window_of
 from tests.multinode.cluster import Cluster, cluster
+from tests.multinode.ops_overheads import ops_overheads
 
 PORT_BYTES_PER_S = 25e6
 FORWARD_S = 0.020
@@ -359,12 +357,7 @@ def _overheads(machines: Cluster, cell: Cell) -> Overheads:
     plan = alone.plan(schedule)
     command = _command(machines, alone, "alone", schedule, "tcp")
     _rehearse(machines, command, cell.slower)
-    observations, trace = Observations(), Trace.load(command[-1])
-    programs = executable_programs(window_of(schedule, trace.num_updates), plan.placement)
-    observations.add(programs, trace, plan_cost(plan))
-    fitted = observations.costs().overheads
-    # Messages pass links: what they take is not the devices'.
-    return Overheads(forward_s=fitted.forward_s, backward_s=fitted.backward_s)
+    return ops_overheads(plan, Trace.load(command[-1]))
 
 
 def _command(machines: Cluster, cell: Cell, name: str, schedule: Schedule, transport: str) -> list[str]:

@@ -40,7 +40,6 @@ from rounds import Summary, in_rounds, print_table, write_json
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the cluster in namespaces is made by the tests' own tools
 
 from raypipe import simulate
-from raypipe.actors.execution.programs import executable_programs
 from raypipe.artifacts.plan import Plan
 from raypipe.artifacts.profile import ModelProfile
 from raypipe.artifacts.topology import ClusterTopology, Device, Link, Node, NodeLink, Overheads, SharedLink
@@ -49,11 +48,9 @@ from raypipe.planning.evaluator import Evaluation, LayoutEvaluator
 from raypipe.planning.layout import Layout
 from raypipe.planning.problem import Problem
 from raypipe.planning.solve import solve
-from raypipe.profiling.overhead_fit import Observations
-from raypipe.simulation.plan_cost import plan_cost, stage_buckets
-from raypipe.training.run_schedules import window_of
 from tests.multinode.cluster import Cluster, cluster
 from tests.multinode.driver import Driver, driver
+from tests.multinode.ops_overheads import ops_overheads
 
 WIRE_BYTES_PER_S = 25e6
 GOODPUT = 0.992
@@ -242,11 +239,7 @@ def fitted(machines: Cluster, commands: Driver, plan: Plan) -> Overheads:
     path = machines.folder / "fitted.json"
     plan.save(path)
     commands.run("rehearse", path, "--updates", 2, "-o", path.with_suffix(".trace.json"))
-    trace, observations = Trace.load(path.with_suffix(".trace.json")), Observations()
-    schedule = window_of(plan.schedule, trace.num_updates)
-    observations.add(executable_programs(schedule, plan.placement, stage_buckets(plan.profile, plan.cut)), trace, plan_cost(plan))
-    found = observations.costs().overheads
-    return Overheads(forward_s=found.forward_s, backward_s=found.backward_s)
+    return ops_overheads(plan, Trace.load(path.with_suffix(".trace.json")))
 
 
 def measured(name: str, *, rounds: int) -> dict[str, Any]:
