@@ -32,7 +32,7 @@ Devices = tuple[int, ...]  # Devices of one worker, in the order of their rows a
 
 _MOST_OPS = 20_000_000
 _RING_WORK_S = 60e-6  # Of the time of a ring, for each member.
-_PATTERNS_WORK_S, _PACKING_WORK_S = 60e-6, 4e-3  # Of the times of all patterns, for each pair of members, and of packing trees.
+_PATTERNS_WORK_S, _PACKING_WORK_S = 100e-6, 2e-3  # Of the times of all patterns, for each pair of members, and of packing trees.
 
 
 def _summed_before(of_layers: Floats) -> Floats:
@@ -466,20 +466,21 @@ class Problem:
         if times is None:
             members = list(group)
             if not self._all_joined and not self.joined[np.ix_(members, members)].all():
-                times = self._sum_times[group] = sum_times(*self._paths_of(group))
+                times = self._sum_times[group] = sum_times(*self.paths_of(group))
                 return times
             stopping.spend(_RING_WORK_S * len(group))
-            times = (ring_time(*self._paths_of(group)),)
+            times = (ring_time(*self.paths_of(group)),)
             if 2 < len(group) <= MOST_MESHED:
                 # In another order only the ring in that order differs, and groups whose pairs have equal paths have equal times.
                 members = sorted(group)
                 alike = self.block_of[np.ix_(members, members)].tobytes()
                 if alike not in self._sum_times:
                     stopping.spend(_PACKING_WORK_S + _PATTERNS_WORK_S * len(group) ** 2)
-                    self._sum_times[alike] = sum_times(*self._paths_of(tuple(members)))
+                    self._sum_times[alike] = sum_times(*self.paths_of(tuple(members)))
                 times += self._sum_times[alike]
             self._sum_times[group] = times
         return times
 
-    def _paths_of(self, group: Devices) -> tuple[list[int], Callable[[int, int], Path]]:
+    def paths_of(self, group: Devices) -> tuple[list[int], Callable[[int, int], Path]]:
+        """Return the node of each device, and what returns the path between two, both by position in the group."""
         return [self.node_of[device] for device in group], lambda source, target: self.path(group[source], group[target])

@@ -13,8 +13,9 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from raypipe import stopping
+from raypipe.communication.patterns import ring
 from raypipe.planning.problem import Devices, Problem
-from raypipe.simulation.pattern_choice import sum_pattern
+from raypipe.simulation.pattern_choice import LEAST_GAIN, quickest, ring_time
 
 _LOADS_WORK_S = 15e-6  # Of the loads of a group's sum, for each pair of members; times of patterns are known mostly.
 
@@ -62,13 +63,18 @@ class SharedWires:
     def _loads_per_byte(self, group: Devices, num_bytes: float) -> Mapping[str, float]:
         problem = self.problem
         stopping.spend(_LOADS_WORK_S * len(group) ** 2)
-        nodes = [problem.node_of[device] for device in group]
-        pattern = sum_pattern(nodes, lambda one, other: problem.path(group[one], group[other]), num_bytes)
+        # As `sum_pattern`, but for the best pattern of the devices in ascending order, whatever that of the group: times of groups, too,
+        # come from there, and are known.
+        members = tuple(sorted(group))
+        pattern, time = quickest(*problem.paths_of(members), num_bytes)
+        if ring_time(*problem.paths_of(group)).seconds(num_bytes) <= LEAST_GAIN * time.seconds(num_bytes):
+            members, pattern = group, ring(range(len(group)))
+        nodes, path = problem.paths_of(members)
         shared = {link.name for link in problem.topology.shared_links}
         s_per_byte: Counter[str] = Counter()
         for of_phase in pattern.loads:
             for (source, target), part in of_phase.items():
-                for name, bandwidth in problem.path(group[source], group[target]).resources:
+                for name, bandwidth in path(source, target).resources:
                     # Within a node each pair of devices has a wire of its own.
                     if nodes[source] != nodes[target] or name in shared:
                         s_per_byte[name] += part / bandwidth  # type: ignore[assignment]

@@ -18,7 +18,7 @@ import itertools
 import math
 import operator
 from collections import Counter
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Collection, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
@@ -118,21 +118,14 @@ def _phases_s(
 
 def _phase_s(loads: dict[Hop, float], nodes: Sequence[Hashable], path: PathOf, *, fills_ports: bool = False) -> float:
     """Return the seconds for each byte of what passes at once; `fills_ports` says that a port is never idle for a slow link behind it."""
-    links: Counter[str] = Counter()
-    between: dict[tuple[Hashable, Hashable], Counter[str]] = {}
     sent: dict[int, dict[int, tuple[float, float]]] = {}  # By source and target, the part and the bandwidth.
     for (source, target), part in loads.items():
-        way = path(source, target)
-        own = between.setdefault((nodes[source], nodes[target]), Counter())
-        for name, bandwidth in way.resources:
-            links[name] += part / bandwidth  # type: ignore[assignment]
-            own[name] += part / bandwidth  # type: ignore[assignment]
-        sent.setdefault(source, {})[target] = part, way.bandwidth_bytes_per_s
+        sent.setdefault(source, {})[target] = part, path(source, target).bandwidth_bytes_per_s
     senders_s: list[float] = []
     # Members of one node that send to several others by one way take these in the same order: they share each wire in turn.
     in_turn: dict[tuple[Hashable, Hashable], str] = {}
     for source, to in sent.items():
-        for targets in _by_way(source, to, nodes, path):
+        for targets in _by_way(source, to, nodes, path) if len(to) > 1 else [list(to)]:
             if fills_ports:
                 senders_s.append(math.fsum(to[target][0] for target in targets) / max(to[target][1] for target in targets))
                 continue
@@ -140,11 +133,31 @@ def _phase_s(loads: dict[Hop, float], nodes: Sequence[Hashable], path: PathOf, *
             if len({nodes[target] for target in targets} - {nodes[source]}) > 1:
                 name = min(name for target in targets for name in path(source, target).bottlenecks)
                 in_turn |= {(nodes[source], nodes[target]): name for target in targets}
-    nodes_s: Counter[tuple[Hashable, str]] = Counter()
-    for (one, other), of_pair in between.items():
-        if (one, other) in in_turn and one != other:
-            nodes_s[one, in_turn[one, other]] += max(of_pair.values(), default=0.0)  # type: ignore[assignment]
-    return max([*links.values(), *senders_s, *nodes_s.values()], default=0.0)
+    nodes_s = dict.fromkeys(((one, name) for (one, _), name in in_turn.items()), 0.0)
+    for between, of_pair in _by_nodes(loads, nodes, in_turn).items():
+        nodes_s[between[0], in_turn[between]] += _busiest_s(of_pair, path)
+    return max([_busiest_s(loads, path), *senders_s, *nodes_s.values()])
+
+
+def _busiest_s(loads: dict[Hop, float], path: PathOf) -> float:
+    """Return the seconds for each byte of the busiest link."""
+    links: dict[str, float] = {}
+    for hop, part in loads.items():
+        for name, bandwidth in path(*hop).resources:
+            links[name] = links.get(name, 0.0) + part / bandwidth
+    return max(links.values(), default=0.0)
+
+
+def _by_nodes(
+    loads: dict[Hop, float], nodes: Sequence[Hashable], pairs: Collection[tuple[Hashable, Hashable]]
+) -> dict[tuple[Hashable, Hashable], dict[Hop, float]]:
+    """Return what passes between some pairs of different nodes, by pair."""
+    found: dict[tuple[Hashable, Hashable], dict[Hop, float]] = {}
+    for hop, part in loads.items() if pairs else ():
+        between = nodes[hop.source], nodes[hop.target]
+        if between in pairs and between[0] != between[1]:
+            found.setdefault(between, {})[hop] = part
+    return found
 
 
 def _by_way(source: int, targets: Iterable[int], nodes: Sequence[Hashable], path: PathOf) -> Iterable[list[int]]:
@@ -263,11 +276,18 @@ def sum_pattern(nodes: Sequence[Hashable], path: PathOf, num_bytes: float) -> Pa
 
 def best_pattern(nodes: Sequence[Hashable], path: PathOf, num_bytes: float) -> Pattern:
     """Return the quickest pattern; among equals the ring in the order of the members."""
-    if not are_meshed(len(nodes), path):
-        return joining(len(nodes), path) or ring(range(len(nodes)))
-    if not 2 < len(nodes) <= MOST_MESHED:
-        return ring(range(len(nodes)))
-    return _quickest(*_known(nodes, path), _rounded(num_bytes))
+    return quickest(nodes, path, num_bytes)[0]
+
+
+def quickest(nodes: Sequence[Hashable], path: PathOf, num_bytes: float) -> tuple[Pattern, SumTime]:
+    """Return `best_pattern` and its time, `NEVER` where links do not join the members."""
+    if 2 < len(nodes) <= MOST_MESHED and are_meshed(len(nodes), path):
+        return _quickest(*_known(nodes, path), _rounded(num_bytes))
+    usual = ring(range(len(nodes)))
+    if are_meshed(len(nodes), path):
+        return usual, ring_time(nodes, path)
+    pattern = joining(len(nodes), path)
+    return (usual, SumTime(*NEVER)) if pattern is None else (pattern, sum_time(pattern, nodes, path))
 
 
 def _rounded(num_bytes: float) -> float:
@@ -309,15 +329,14 @@ def _known(nodes: Sequence[Hashable], path: PathOf) -> tuple[tuple[int, ...], _P
 
 @lru_cache(maxsize=4096)
 def _begun_with(nodes: tuple[int, ...], paths: _Paths, num_bytes: float) -> Pattern:
-    usual, best = ring(range(len(nodes))), _quickest(nodes, paths, num_bytes)
-    path = _path_of(paths)
-    usual_s, best_s = (sum_time(pattern, nodes, path).seconds(num_bytes) for pattern in (usual, best))
-    return best if usual_s > LEAST_GAIN * best_s else usual
+    best, time = _quickest(nodes, paths, num_bytes)
+    usual_s = ring_time(nodes, _path_of(paths)).seconds(num_bytes)
+    return best if usual_s > LEAST_GAIN * time.seconds(num_bytes) else ring(range(len(nodes)))
 
 
 @lru_cache(maxsize=4096)
-def _quickest(nodes: tuple[int, ...], paths: _Paths, num_bytes: float) -> Pattern:
-    return min(_timed(nodes, paths), key=lambda timed: timed[1].seconds(num_bytes))[0]
+def _quickest(nodes: tuple[int, ...], paths: _Paths, num_bytes: float) -> tuple[Pattern, SumTime]:
+    return min(_timed(nodes, paths), key=lambda timed: timed[1].seconds(num_bytes))
 
 
 @lru_cache(maxsize=4096)
@@ -385,7 +404,7 @@ def _of_trees(nodes: Sequence[Hashable], path: PathOf, known_s: float) -> Patter
         return None
     from raypipe.simulation.packing import packed  # noqa: PLC0415  # SciPy takes a while to load
 
-    return packed(len(nodes), path)
+    return packed(len(nodes), path, known_s / LEAST_GAIN)
 
 
 def _least_s(nodes: Sequence[Hashable], path: PathOf) -> float:

@@ -7,11 +7,13 @@ import random
 from collections.abc import Sequence
 from dataclasses import replace
 
+import networkx as nx
 import pytest
 
 from raypipe.artifacts.topology import ClusterTopology, Device, Link, Node, NodeLink, SharedLink
 from raypipe.communication.patterns import MOST_MESHED, Pattern, direct, exchange, ring, tree
 from raypipe.communication.policy import CHUNK_S
+from raypipe.simulation.packing import packed
 from raypipe.simulation.paths import LinkPath, PathOf
 from raypipe.simulation.pattern_choice import (
     best_pattern,
@@ -53,6 +55,18 @@ def cluster(
         shared_links=tuple(shared),
         default_link=NodeLink(latency_s=LATENCY_S),
     )
+
+
+def unlike(num_nodes: int, seed: int) -> tuple[ClusterTopology, dict[tuple[int, int], float]]:
+    """Nodes of one device, each pair with a link of its own each way between a tenth and ten times `RATE`; and these rates."""
+    rng = random.Random(seed)
+    names = [f"n{number}" for number in range(num_nodes)]
+    rate = {pair: RATE * 10 ** rng.uniform(-1, 1) for pair in itertools.permutations(range(num_nodes), 2)}
+    links = tuple(
+        Link(source=names[a], target=names[b], bandwidth_bytes_per_s=rate[a, b], latency_s=LATENCY_S, one_way=True) for a, b in rate
+    )
+    nodes = tuple(Node(name=name, devices=(Device(f"{name}/0", "cpu"),)) for name in names)
+    return ClusterTopology(name="unlike", nodes=nodes, links=links), rate
 
 
 def members_of(topology: ClusterTopology, devices: Sequence[str]) -> tuple[list[str], PathOf]:
@@ -241,16 +255,7 @@ def test_slices_go_along_trees_of_their_own_so_long_that_all_links_work() -> Non
 @pytest.mark.parametrize("seed", range(6))
 def test_several_trees_are_near_what_links_can_carry(seed: int) -> None:
     """All that leaves and enters a member passes its links: each member sends and takes all numbers once at least."""
-    rng = random.Random(seed)
-    names = [f"n{number}" for number in range(6)]
-    rate = {pair: RATE * 10 ** rng.uniform(-1, 1) for pair in itertools.permutations(range(6), 2)}
-    topology = ClusterTopology(
-        name="unlike",
-        nodes=tuple(Node(name=name, devices=(Device(f"{name}/0", "cpu"),)) for name in names),
-        links=tuple(
-            Link(source=names[a], target=names[b], bandwidth_bytes_per_s=rate[a, b], latency_s=LATENCY_S, one_way=True) for a, b in rate
-        ),
-    )
+    topology, rate = unlike(6, seed)
     nodes, path = members_of(topology, [device.name for device in topology.devices])
     pattern = chosen(topology, num_bytes=1e9)
     found_s = sum_time(pattern, nodes, path).s_per_byte
@@ -265,6 +270,27 @@ def test_several_trees_are_near_what_links_can_carry(seed: int) -> None:
     one = joining(6, path)
     assert one is not None
     assert found_s < 0.7 * sum_time(one, nodes, path).s_per_byte
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_trees_are_packed_unless_they_take_longer_than_asked(seed: int) -> None:
+    topology, rate = unlike(random.Random(seed).randint(3, 8), seed)
+    _, path = members_of(topology, [device.name for device in topology.devices])
+    pattern = packed(len(topology.nodes), path)
+    assert pattern is not None
+    shares, totals = pattern.loads
+    seconds = max((shares.get(hop, 0.0) + totals.get(hop, 0.0)) / rate[hop] for hop in {**shares, **totals})
+    assert packed(len(topology.nodes), path, seconds * 1.01) == pattern
+    assert packed(len(topology.nodes), path, seconds * 0.99) is None
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_the_root_of_a_packed_tree_is_in_its_middle(seed: int) -> None:
+    topology, _ = unlike(7, seed)
+    trees = chosen(topology, num_bytes=1e9).trees
+    assert len(trees) > 1
+    for each in trees:
+        assert each.root == min(nx.center(nx.Graph(list(each.edges))))
 
 
 def test_links_without_a_limit_that_join_all_need_no_packing() -> None:
