@@ -31,7 +31,7 @@ from raypipe.planning.problem import Devices, Floats
 
 MOST_UNITS = 32  # Most devices for which the dynamic program is exact; with more, runs of devices count as one unit.
 MOST_POSITIONS = 41  # Most positions for which it is; of more layers, some positions may be cut.
-_ENTRY_WORK_S = 1e-8  # Of an entry of a program's table.
+_ENTRY_WORK_S = 5e-9  # Of an entry of a program's table.
 _WORK_OF_RUN = 250_000  # Times as long as one entry of a program takes a run of units: sums, messages and memory.
 _Seconds = tuple[Floats, Floats]  # Of a microbatch, and of an update.
 

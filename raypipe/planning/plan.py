@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import replace
 
 from raypipe.artifacts.plan import Plan
 from raypipe.artifacts.profile import ModelProfile
@@ -123,5 +122,5 @@ def plan_problem(
 def bound(problem: Problem, schedule: str) -> tuple[float, str]:
     """Return the seconds of an update that no plan beats, and why; where updates may overlap, their part of one long update."""
     count = problem.updates_per_window if asynchronous_orders(problem, schedule) else 1
-    found = plan_bound(replace(problem, num_microbatches=problem.num_microbatches * count))
+    found = plan_bound(problem.of_length(problem.num_microbatches * count))
     return found.update_s / count, found.reason

@@ -270,11 +270,9 @@ class _Bounds:
         """Whether what one device sends another one does not pass the port of its node."""
         problem, topology = self.problem, self.problem.topology
         if problem.has_plain_links:
-            numbers = {node.name: number for number, node in enumerate(topology.nodes)}
-            of_nodes = np.eye(len(numbers), dtype=bool)
-            for link in topology.links:
-                for source, target in link.directions:
-                    of_nodes[numbers[source], numbers[target]] = link.bandwidth_bytes_per_s is not None
+            of_nodes = np.eye(len(topology.nodes), dtype=bool)
+            sources, targets, rates, _ = problem.plain_links
+            of_nodes[sources, targets] = np.isfinite(rates)
             return of_nodes[np.ix_(problem.nodes_of, problem.nodes_of)]
         by_port = [
             problem.path(sources[0], targets[0] if targets[0] != sources[0] else targets[-1]).port for sources, targets in problem.blocks

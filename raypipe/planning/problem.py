@@ -30,9 +30,11 @@ Floats = npt.NDArray[np.float64]
 
 Devices = tuple[int, ...]  # Devices of one worker, in the order of their rows and of the ring that sums their gradients.
 
+_OF_PAIRS = {"_pairs", "plain_links", "block_of", "joined", "_all_joined"}
+"""What is known of pairs of devices, however many microbatches there are."""
 _MOST_OPS = 20_000_000
 _RING_WORK_S = 60e-6  # Of the time of a ring, for each member.
-_PATTERNS_WORK_S, _PACKING_WORK_S = 100e-6, 2e-3  # Of the times of all patterns, for each pair of members, and of packing trees.
+_PATTERNS_WORK_S, _PACKING_WORK_S = 60e-6, 4e-3  # Of the times of all patterns, for each pair of members, and of packing trees.
 
 
 def _summed_before(of_layers: Floats) -> Floats:
@@ -306,7 +308,7 @@ class Problem:
     def of_length(self, num_microbatches: int) -> Problem:
         """Return the same problem with another number of microbatches, which knows the pairs of devices as this one does."""
         problem = replace(self, num_microbatches=num_microbatches)
-        vars(problem).update({name: value for name, value in vars(self).items() if name in {"_pairs", "block_of", "joined", "_all_joined"}})
+        vars(problem).update({name: value for name, value in vars(self).items() if name in _OF_PAIRS})
         return problem
 
     def know_pairs(self, bandwidth: Floats, latency_s: Floats) -> None:
@@ -337,6 +339,18 @@ class Problem:
         plain = all(link.via is None and link.source in nodes and link.target in nodes for link in self.topology.links)
         return plain and not self.topology.shared_links
 
+    @cached_property
+    def plain_links(self) -> tuple[npt.NDArray[np.int_], npt.NDArray[np.int_], Floats, Floats]:
+        """Of each direction of each of plain links: the numbers of its nodes, bytes per second (infinite without a limit), and latency."""
+        links, numbers = self.topology.links, {node.name: number for number, node in enumerate(self.topology.nodes)}
+        sources = np.fromiter((numbers[link.source] for link in links), int, len(links))
+        targets = np.fromiter((numbers[link.target] for link in links), int, len(links))
+        rates = np.fromiter((link.bandwidth_bytes_per_s or math.inf for link in links), float, len(links))
+        latencies_s = np.fromiter((link.latency_s for link in links), float, len(links))
+        back = np.flatnonzero(np.fromiter((not link.one_way for link in links), bool, len(links)))
+        ends = np.append(sources, targets[back]), np.append(targets, sources[back])
+        return *ends, np.append(rates, rates[back]), np.append(latencies_s, latencies_s[back])
+
     def _pairs_of_nodes(self) -> tuple[Floats, Floats] | None:
         """Return `_pairs` of nodes with plain links, from these; `None` where links have routes, name devices or share limits."""
         topology = self.topology
@@ -349,11 +363,9 @@ class Problem:
         for number, node in enumerate(topology.nodes):
             if (link := node.link or default) is not None:
                 bandwidth[number, number], latency_s[number, number] = link.bandwidth_bytes_per_s or math.inf, link.latency_s
-        ends = [(numbers[source], numbers[target], link) for link in topology.links for source, target in link.directions]
-        if ends:
-            sources, targets = np.array([(source, target) for source, target, _ in ends]).T
-            bandwidth[sources, targets] = [link.bandwidth_bytes_per_s or math.inf for *_, link in ends]
-            latency_s[sources, targets] = [link.latency_s for *_, link in ends]
+        sources, targets, rates, latencies_s = self.plain_links
+        bandwidth[sources, targets] = rates
+        latency_s[sources, targets] = latencies_s
         of_devices = np.ix_(self.nodes_of, self.nodes_of)
         bandwidth, latency_s = bandwidth[of_devices], latency_s[of_devices]
         np.fill_diagonal(bandwidth, math.inf)
