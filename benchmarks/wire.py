@@ -3,7 +3,7 @@
     python benchmarks/wire.py [--cases NAME ...] [--rounds 3] [--simulate] [--json FILE]     # as root, with iproute2
 
 A wire between two nodes carries 200 Mbit/s each way, whatever devices use it; the actors wait for the time of their computation, messages
-and sums are real. Seconds of an update with a flush. *Told* is the simulator that knows what an F and a B take beyond their waits, from one
+and sums are real. Seconds of an update with a flush. *Told* is the simulator that knows what Ops take beyond their waits, from one
 rehearsal. But in the cases of own and unlike wires, what leaves a node is stated to pass its one port.
 
     two sums          two stages, each with a copy on either node: both sums pass the wire between them
@@ -235,7 +235,7 @@ def rehearsed_s(machines: Cluster, commands: Driver, plan: Plan, *, num_updates:
 
 
 def fitted(machines: Cluster, commands: Driver, plan: Plan) -> Overheads:
-    """Return what Ops take beyond their waits in a rehearsal of a plan; what messages take is the links'."""
+    """Return what Ops take beyond their waits in a rehearsal of a plan."""
     path = machines.folder / "fitted.json"
     plan.save(path)
     commands.run("rehearse", path, "--updates", 2, "-o", path.with_suffix(".trace.json"))

@@ -267,11 +267,9 @@ def sum_pattern(nodes: Sequence[Hashable], path: PathOf, num_bytes: float) -> Pa
 
     Among equals, and unless another one is quicker by `LEAST_GAIN`, it is the ring in the order of the members.
     """
-    if not are_meshed(len(nodes), path):
-        return joining(len(nodes), path) or ring(range(len(nodes)))
-    if not 2 < len(nodes) <= MOST_MESHED:
-        return ring(range(len(nodes)))
-    return _begun_with(*_known(nodes, path), _rounded(num_bytes))
+    if 2 < len(nodes) <= MOST_MESHED and are_meshed(len(nodes), path):
+        return _begun_with(*_known(nodes, path), _rounded(num_bytes))
+    return best_pattern(nodes, path, num_bytes)
 
 
 def best_pattern(nodes: Sequence[Hashable], path: PathOf, num_bytes: float) -> Pattern:
@@ -283,11 +281,10 @@ def quickest(nodes: Sequence[Hashable], path: PathOf, num_bytes: float) -> tuple
     """Return `best_pattern` and its time, `NEVER` where links do not join the members."""
     if 2 < len(nodes) <= MOST_MESHED and are_meshed(len(nodes), path):
         return _quickest(*_known(nodes, path), _rounded(num_bytes))
-    usual = ring(range(len(nodes)))
-    if are_meshed(len(nodes), path):
-        return usual, ring_time(nodes, path)
-    pattern = joining(len(nodes), path)
-    return (usual, SumTime(*NEVER)) if pattern is None else (pattern, sum_time(pattern, nodes, path))
+    pattern = ring(range(len(nodes))) if are_meshed(len(nodes), path) else joining(len(nodes), path)
+    if pattern is None:
+        return ring(range(len(nodes))), SumTime(*NEVER)
+    return pattern, sum_time(pattern, nodes, path)
 
 
 def _rounded(num_bytes: float) -> float:

@@ -29,18 +29,10 @@ pytestmark = [pytest.mark.ray, pytest.mark.timeout(180)]
 
 MBIT = 1e6 / 8
 RATES = {
-    (0, 1): 250 * MBIT,
-    (1, 0): 125 * MBIT,
-    (1, 2): 25 * MBIT,
-    (2, 1): 50 * MBIT,
-    (2, 3): 12.5 * MBIT,
-    (3, 2): 25 * MBIT,
-    (0, 3): 100 * MBIT,
-    (3, 0): 100 * MBIT,
-    (0, 2): 50 * MBIT,
-    (2, 0): 50 * MBIT,
-    (1, 3): 125 * MBIT,
-    (3, 1): 125 * MBIT,
+    (source, target): rate * MBIT
+    for source, rates in enumerate(((0, 250, 50, 100), (125, 0, 25, 125), (50, 50, 0, 12.5), (100, 125, 25, 0)))
+    for target, rate in enumerate(rates)
+    if source != target
 }
 """Bytes per second of the wires: so few that two cores carry what all of them can at once."""
 

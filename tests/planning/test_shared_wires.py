@@ -1,20 +1,19 @@
 from __future__ import annotations
 
-import itertools
-import random
 from collections import Counter
 from dataclasses import replace
 
 import pytest
 
 from raypipe.artifacts.profile import ModelProfile
-from raypipe.artifacts.topology import ClusterTopology, Device, Link, Node, NodeLink, SharedLink
+from raypipe.artifacts.topology import ClusterTopology, Device, Node, NodeLink, SharedLink
 from raypipe.planning.evaluator import LayoutEvaluator
 from raypipe.planning.layout import Layout
 from raypipe.planning.plan_bound import plan_bound
 from raypipe.planning.problem import Problem
 from raypipe.planning.shared_wires import SharedWires
 from raypipe.simulation.pattern_choice import sum_pattern
+from tests.simulation.test_pattern_choice import unlike
 
 CROSSING = Layout((0, 2, 4, 6, 8), ((0, 4), (1, 5), (2, 6), (3, 7)))
 """Each stage has a copy on either node: all four sums pass the wire between them."""
@@ -123,15 +122,8 @@ def test_the_bound_holds_where_sums_share_wires(parameter_bytes: int) -> None:
 
 
 def test_what_a_sum_puts_on_wires_is_that_of_the_pattern_with_which_a_run_begins() -> None:
-    rng = random.Random(0)
-    names = [f"n{number}" for number in range(6)]
-    links = tuple(
-        Link(source=one, target=other, bandwidth_bytes_per_s=10 ** rng.uniform(7, 9), latency_s=1e-4, one_way=True)
-        for one, other in itertools.permutations(names, 2)
-    )
-    nodes = tuple(Node(name=name, devices=(Device(f"{name}/0", "cpu"),)) for name in names)
     profile = ModelProfile.uniform(8, forward_s=0.02, backward_s=0.04, output_bytes=1000, parameter_bytes=2_000_000, microbatch_size=8)
-    problem = Problem(profile, ClusterTopology(name="unlike", nodes=nodes, links=links), 4, 8)
+    problem = Problem(profile, unlike(6, seed=0)[0], 4, 8)
     for num_bytes in (2.0**12, 2.0**24):
         for group in ((0, 1, 2, 3), (3, 1, 4), (5, 0, 3, 1, 2, 4)):
             of_nodes, path = problem.paths_of(group)
