@@ -51,11 +51,12 @@ def stop_watch(device: torch.device) -> Callable[[], float]:
     Of a CPU, those in which the calling thread waited for a core do not count: what shares cores with it is not its own time.
     """
     if device.type == "cpu":
-        waited_s, worked_s, since_s = _waited_s(), time.thread_time(), time.perf_counter()
+        # The clock is read first here and last below: of a wait between two readings, no more is taken off than has passed.
+        since_s, waited_s, worked_s = time.perf_counter(), _waited_s(), time.thread_time()
 
         def stop_core() -> float:
-            passed_s = time.perf_counter() - since_s
-            return max(passed_s - (_waited_s() - waited_s), time.thread_time() - worked_s)
+            until_worked_s, until_waited_s = time.thread_time(), _waited_s()
+            return max(time.perf_counter() - since_s - (until_waited_s - waited_s), until_worked_s - worked_s)
 
         return stop_core
     module = torch.get_device_module(device)
