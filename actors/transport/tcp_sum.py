@@ -362,8 +362,9 @@ class TcpSum:
                         early.popleft()
                     else:
                         early[0] = early[0][count:]
-            if ends[-1] > before:
-                self._forward(each.on, ends[-1])
+            end = ends[-1]
+        if end > before:
+            self._forward(each.on, end)
 
     def _add_in_turn(self, each: _Slice, turn: int, piece: memoryview) -> int:
         """Add as much as the members before have been added of; return how many bytes."""
@@ -377,10 +378,10 @@ class TcpSum:
 
     def arrived(self, end: int) -> None:
         """Pass on a part of a total, which is in its memory, up to a byte."""
-        with self._changed:
-            self._forward(self._slice_of(end - 1).totals, end)
+        self._forward(self._slice_of(end - 1).totals, end)
 
     def _forward(self, flows: Sequence[_Flow], end: int) -> None:
+        # Never while `_changed` is held: who submits may write for another sum, which holds its own then.
         for flow in flows:
             if end > flow.first:
                 self.group.sender.submit(flow, end - flow.first)

@@ -176,8 +176,9 @@ class Way:
             if link.broken is not None:
                 entry.fail(link.broken)
                 continue
-            entry.ready = ready
-            if entry not in self.queue:
+            entry.ready = max(entry.ready, ready)  # of two threads that bring more, the later one may be first
+            has_left = 0 < entry.ready == entry.sent  # a message may have no bytes
+            if not has_left and entry not in self.queue:
                 if entry.sequence < 0:
                     entry.sequence = next(ARRIVALS)
                 self.queue.append(entry)
