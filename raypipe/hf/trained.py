@@ -11,12 +11,13 @@ import torch
 from torch import Tensor
 
 from raypipe.actors.stage.checkpoint import Checkpoint
+from raypipe.artifacts.storage import Storage
 from raypipe.errors import ConfigError, FormatError
 from raypipe.models.huggingface.layers import quiet
 from raypipe.models.huggingface.model import Described, describe
 from raypipe.models.huggingface.source import library
-from raypipe.training.run_folder import RunFolder
-from raypipe.training.trained import chosen_checkpoint
+from raypipe.training.run_folder import CONFIG
+from raypipe.training.trained import chosen_checkpoint, run_config
 from raypipe.user_code import HUGGING_FACE
 
 Run = str | os.PathLike[str]
@@ -50,14 +51,20 @@ class Trained:
     @classmethod
     def of(cls, run: Run, checkpoint: int | None) -> Trained:
         """Return a checkpoint of a run; arguments and errors are those of `load`."""
-        folder = RunFolder.open(run)
-        model = folder.config.model
+        folder = Storage.at(run, key="the run")
+        try:
+            config = run_config(folder)
+        except OSError as error:
+            raise ConfigError(f"{folder.name} cannot be read ({error.strerror or error}); check the path") from None
+        if config is None:
+            raise ConfigError(f"{folder.name} is no folder of a run: it has no {CONFIG}; name one below run.storage_path, such as runs/run")
+        model = config.model
         if not model.function.startswith(HUGGING_FACE):
             raise ConfigError(
                 f"{folder.name} is a run of {model.function!r}, which is no model of Hugging Face (hf:...); load it by raypipe.load"
             )
         options = {name: value for name, value in model.options.items() if name != "weights"}
-        chosen = chosen_checkpoint(folder.storage, "newest" if checkpoint is None else checkpoint)
+        chosen = chosen_checkpoint(folder, "newest" if checkpoint is None else checkpoint)
         return cls(chosen, describe(model.function.removeprefix(HUGGING_FACE), **options))
 
     def model(self) -> Any:

@@ -18,7 +18,7 @@ from typing import Any, BinaryIO
 
 from raypipe.artifacts import codec
 from raypipe.artifacts.checkpoint_files import FOLDER, INDEX, checkpoint_name, finished_folders, remove_checkpoint
-from raypipe.artifacts.storage import Location, Storage
+from raypipe.artifacts.storage import Storage
 from raypipe.artifacts.versions import versions
 from raypipe.config import FORMAT, TrainConfig, cache_folder
 from raypipe.errors import ConfigError, FormatError
@@ -120,19 +120,6 @@ class RunFolder:
     def planned(cls, storage_path: str, name: str) -> RunFolder:
         """Return the folder of a run that is not made yet; raises `ConfigError` for a place that cannot be."""
         return cls._of(Storage.at(storage_path) / name)
-
-    @classmethod
-    def open(cls, location: Location) -> RunFolder:
-        """Return the folder of a run at a path or URI, with its records on this machine.
-
-        Raises:
-            ConfigError: It is no folder of a run.
-        """
-        folder = cls._of(Storage.at(location, key="the run"))
-        folder.fetch()
-        if not folder.file(CONFIG).exists():
-            raise ConfigError(f"{folder.name} is no folder of a run: it has no {CONFIG}; name one below run.storage_path, such as runs/run")
-        return folder
 
     @classmethod
     def latest(cls, storage_path: str, name: str) -> RunFolder:

@@ -151,8 +151,8 @@ def _found(folder: Storage, which: Which) -> tuple[Checkpoint, TrainConfig | Non
             checkpoint = Checkpoint.open(folder)
             checkpoint.check()
             above = folder.parent
-            return checkpoint, _config(above.parent) if above.path.rpartition("/")[2] == FOLDER else None
-        config = _config(folder)
+            return checkpoint, run_config(above.parent) if above.path.rpartition("/")[2] == FOLDER else None
+        config = run_config(folder)
         if config is None and not finished_folders(folder):
             raise ConfigError(
                 f"{folder.name} is no folder of a run and none of a checkpoint: it has no {CONFIG} and no {INDEX}; name one below "
@@ -163,7 +163,8 @@ def _found(folder: Storage, which: Which) -> tuple[Checkpoint, TrainConfig | Non
         raise ConfigError(f"{folder.name} cannot be read ({error.strerror or error}); check the path") from None
 
 
-def _config(run: Storage) -> TrainConfig | None:
+def run_config(run: Storage) -> TrainConfig | None:
+    """Return the configuration of a run as its folder has it, `None` if it has none; raises `OSError`, `FormatError` for a damaged one."""
     if run.size(CONFIG) is None:
         return None
     return TrainConfig.from_text(run.read(CONFIG).decode(errors="replace"), path=f"{run.name}/{CONFIG}")
