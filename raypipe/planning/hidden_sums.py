@@ -100,8 +100,8 @@ class HiddenSumSearch(OwnTimeSearch):
         with stopping.part():
             for _ in range(_MOST_STEPS if best is not None else 0):
                 assert best is not None, "there is a layout to begin with"
-                divisions = _division(best.layout).neighbors(self.evaluator.problem.num_microbatches)
-                tried = [self.evaluator.simulate(division.of(self.evaluator.problem, _whole(best.layout))) for division in divisions]
+                divisions = division_of(best.layout).neighbors(self.evaluator.problem.num_microbatches)
+                tried = [self.evaluator.simulate(division.of(self.evaluator.problem, whole(best.layout))) for division in divisions]
                 found = min((best, *filter(None, tried)), key=_rank)
                 if found is best:
                     break
@@ -143,14 +143,12 @@ class HiddenSumSearch(OwnTimeSearch):
         return sorted(divisions, key=lambda division: -self._gains.get(division, 0))[:_NUM_TRIED]
 
     def _plain(self, layout: Layout) -> Layout:
-        return super()._plain(_whole(layout))
+        return super()._plain(whole(layout))
 
 
-def _whole(layout: Layout) -> Layout:
-    """Return a divided layout with each stage as it was before, in its order."""
-    if not layout.divided:
-        return layout
-    assert layout.worker_cuts is not None, "each worker has one stage, which is divided"
+def whole(layout: Layout) -> Layout:
+    """Return a layout in the same order with one stage for each worker, which has one run of layers."""
+    assert layout.worker_cuts is not None, "each worker has one stage, which may be divided"
     return Layout(layout.worker_cuts, layout.workers, layout.order)
 
 
@@ -159,5 +157,6 @@ def _rank(evaluation: Evaluation) -> tuple[float, float]:
     return evaluation.missing_bytes, evaluation.loss_s * _LEAST_GAIN ** max(evaluation.layout.divided).bit_length()
 
 
-def _division(layout: Layout) -> Division:
+def division_of(layout: Layout) -> Division:
+    """Return how a layout's stages are divided."""
     return Division(layout.order, max(layout.divided), layout.late_weight_grads)

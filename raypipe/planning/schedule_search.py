@@ -17,6 +17,7 @@ from raypipe.planning.device_order import canonical
 from raypipe.planning.evaluator import Evaluation, LayoutEvaluator, better
 from raypipe.planning.extrapolation import MOST_SIMULATED, ShortEvaluator, evaluator_of
 from raypipe.planning.hidden_sums import HiddenSumSearch
+from raypipe.planning.last_changes import changed_at_last
 from raypipe.planning.late import with_hidden_transfers
 from raypipe.planning.layout import Layout
 from raypipe.planning.levels import node_pipelines
@@ -118,6 +119,8 @@ def _found_sorted(search: _Search, on_others: Sequence[tuple[_Search, Layers]], 
         found = replace(found, certain=search.hidden(found.certain))
     with stopping.part():
         found = replace(found, others=search.hidden(found.others))
+    with stopping.part():
+        found = search.changed_at_last(found)
     return found
 
 
@@ -347,6 +350,14 @@ class _Search:
         """Return a layout in an order for its own times, with its transfers hidden."""
         evaluation = with_own_times(self.evaluator, evaluation)
         return with_hidden_transfers(self.evaluator, evaluation, most_steps=max(self.budget.num_simulations // 30, _LEAST_STEPS))
+
+    def changed_at_last(self, found: _Found) -> _Found:
+        """Change the best layout, where whole updates are simulated and the order is open."""
+        best = found.best
+        if best is None or isinstance(self.evaluator, ShortEvaluator) or self.schedule != AUTO:
+            return found
+        changed = changed_at_last(self.evaluator, best, effort=self.budget.num_simulations / SearchBudget.num_simulations)
+        return replace(found, certain=changed) if best is found.certain else replace(found, others=changed)
 
     def decided(self, found: _Found) -> Evaluation | None:
         """Return the best layout as whole updates, device by device; on many devices only one layout is simulated so."""
