@@ -57,6 +57,7 @@ _OWN_TIMES_SHARE = 0.4
 _SPLIT_ORDERS_SHARE = 0.8
 _SEVERAL_SHARE = 0.6
 _BRANCHES_SHARE = 0.8
+_LAST_SHARE = 1 / 4  # Simulations of ever other workers, with sums to be timed, take two to three times what they count.
 _NEAR = 1.25  # Times the best layout within which layouts of other kinds are improved, where simulations take long.
 
 
@@ -119,7 +120,7 @@ def _found_sorted(search: _Search, on_others: Sequence[tuple[_Search, Layers]], 
         found = replace(found, certain=search.hidden(found.certain))
     with stopping.part():
         found = replace(found, others=search.hidden(found.others))
-    with stopping.part():
+    with stopping.part(share=_LAST_SHARE):
         found = search.changed_at_last(found)
     return found
 
@@ -357,6 +358,9 @@ class _Search:
         if best is None or isinstance(self.evaluator, ShortEvaluator) or self.schedule != AUTO:
             return found
         changed = changed_at_last(self.evaluator, best, effort=self.budget.num_simulations / SearchBudget.num_simulations)
+        if changed is not best:
+            with stopping.part():
+                changed = self.hidden(changed) or changed
         return replace(found, certain=changed) if best is found.certain else replace(found, others=changed)
 
     def decided(self, found: _Found) -> Evaluation | None:
