@@ -164,7 +164,7 @@ def test_memory_of_a_message_that_never_came_is_kept_until_its_communicator_has_
     make: Make, monkeypatch: pytest.MonkeyPatch, num_values: int
 ) -> None:
     network = Network()
-    ends = [make(device, library=FakeNccl(network), timeout_s=0.5) for device in PAIR]
+    ends = [make(device, library=FakeNccl(network), timeout_s=0.1) for device in PAIR]
     together(*(end.connect for end in ends))
     written: list[Tensor] = []
     kept, own = note_kept(monkeypatch), FakeCommunicator.recv
