@@ -15,6 +15,8 @@ rehearsal. But in the cases of own and unlike wires, what leaves a node is state
     own wires         the same where all wires are alike, and stated as links: what leaves over several passes at once
     unlike wires      the same where two of them have a tenth: slices go along trees of their own
     slow port         data parallelism on five nodes, each behind a port; one port has a tenth, and is a leaf of the sum's tree
+    ports in turns    a pipeline on five nodes, each behind a port: one node sends in turns to two, which also take gradients by their ports
+    ports both ways   a pipeline of five nodes, each behind a port, which takes activations and gradients at once
     four chunks       interleaved on two workers of two nodes each: a worker's chunks sum over one wire
     cnn, planned      VGG-16 (PipeDream's profile; bytes over 40) on four nodes of two devices: raypipe's plan
     cnn, copies       the same as data parallelism, its sums in buckets that overlap the last backward
@@ -86,8 +88,8 @@ def nodes(count: int, devices: int, bad: Collection[tuple[int, int]] = (), *, ar
     )
 
 
-def ports(count: int, slow: int) -> Iterator[tuple[str, list[tuple[int, int]], float]]:
-    """Yield the name of what leaves or enters each node, its pairs of nodes and its bytes per second; the slow node has a tenth."""
+def ports(count: int, slow: int | None) -> Iterator[tuple[str, list[tuple[int, int]], float]]:
+    """Yield the name of what leaves or enters each node, its pairs of nodes and its bytes per second; a slow node has a tenth."""
     for number in range(count):
         others = [other for other in range(count) if other != number]
         rate = WIRE_BYTES_PER_S / (10 if number == slow else 1)
@@ -129,13 +131,14 @@ class Case:
     layout: Layout | str
     bad: tuple[tuple[int, int], ...] = ()
     are_stated: bool = False
+    has_ports: bool = False
     slow_port: int | None = None
 
     @property
     def topology(self) -> ClusterTopology:
-        """The nodes, with a port each where one is slow."""
+        """The nodes, with a port each on request."""
         topology = nodes(self.num_nodes, self.devices, self.bad, are_stated=self.are_stated)
-        if self.slow_port is None:
+        if not self.has_ports:
             return topology
         of_nodes = tuple(
             SharedLink(
@@ -206,7 +209,24 @@ CASES = {
         1,
         4,
         Layout((0, 2), ((0, 1, 2, 3, 4),), "1f1b"),
+        has_ports=True,
         slow_port=4,
+    ),
+    "ports in turns": Case(
+        partial(_uniform, 3, output_bytes=1_500_000, parameter_bytes=200_000),
+        5,
+        1,
+        12,
+        Layout((0, 1, 2, 3), ((0,), (1, 2), (3, 4)), "zb-h1", ahead=(3, 0)),
+        has_ports=True,
+    ),
+    "ports both ways": Case(
+        partial(_uniform, 5, output_bytes=1_000_000, parameter_bytes=200_000),
+        5,
+        1,
+        12,
+        Layout((0, 1, 2, 3, 4, 5), ((0,), (1,), (2,), (3,), (4,)), "zb-h2"),
+        has_ports=True,
     ),
     "four chunks": Case(
         partial(_uniform, 8, output_bytes=100_000, parameter_bytes=4_000_000),
@@ -251,7 +271,7 @@ def measured(name: str, *, rounds: int) -> dict[str, Any]:
     if rounds:
         plan = evaluator.plan(found, planner="given", lower_bound_s=0.0)
         with on_nodes(case.num_nodes, case.devices, rates=rates(case.num_nodes, case.bad)) as (machines, commands):
-            for _, pairs, rate in ports(case.num_nodes, case.slow_port) if case.slow_port is not None else ():
+            for _, pairs, rate in ports(case.num_nodes, case.slow_port) if case.has_ports else ():
                 machines.share(pairs, rate)
             told = plan.on(replace(plan.topology, overheads=fitted(machines, commands, plan)))
             runs = in_rounds({name: partial(rehearsed_s, machines, commands, plan)}, num_rounds=rounds)

@@ -109,7 +109,9 @@ class Estimator:
         problem = self.problem
         stopping.spend(_CHANNEL_WORK_S * (len(source) + len(target)))
         loads: dict[str, float] = {}
-        latency_s = mean_s_per_byte = 0.0
+        own: dict[tuple[int, str], float] = {}
+        messages: list[tuple[float, list[tuple[int, str]], list[float]]] = []
+        latency_s = 0.0
         rows = problem.rows(source), problem.rows(target)
         if rows[0] is None or rows[1] is None:
             return Channel(math.inf, math.inf, (), math.inf)
@@ -117,10 +119,17 @@ class Estimator:
         for sender, receiver, num_rows in merged(problem, (source, rows[0]), (target, rows[1])):
             path = problem.path(sender, receiver)
             latency_s = max(latency_s, path.latency_s)
+            share = num_rows / problem.microbatch_size
             for resource, bandwidth in path.resources:
-                loads[resource] = loads.get(resource, 0.0) + num_rows / problem.microbatch_size / bandwidth
-            arrived = max((loads[resource] for resource, _ in path.resources), default=0.0)
-            mean_s_per_byte += arrived * num_rows / problem.microbatch_size
+                loads[resource] = loads.get(resource, 0.0) + share / bandwidth
+                own[sender, resource] = own.get((sender, resource), 0.0) + share / bandwidth
+            links = [(sender, resource) for resource, _ in path.resources]
+            messages.append((share, links, [own[link] for link in links]))
+        # A device sends in turns, while several that share a link go on in proportion.
+        mean_s_per_byte = 0.0
+        for share, links, so_far in messages:
+            passed = zip(links, so_far, strict=True)
+            mean_s_per_byte += share * max((loads[link[1]] * own_s / own[link] for link, own_s in passed if own_s), default=0.0)
         return Channel(max(loads.values(), default=0.0), latency_s, tuple(loads.items()), mean_s_per_byte)
 
     def stage(self, group: Devices, first: int, end: int) -> StageSeconds:

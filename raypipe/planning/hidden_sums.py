@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
 from raypipe import stopping
+from raypipe.planning.ahead import with_forwards_ahead
 from raypipe.planning.evaluator import Evaluation
 from raypipe.planning.layout import Layout
 from raypipe.planning.own_time_search import OwnTimeSearch
@@ -28,6 +29,8 @@ _MOST_LATE = 32  # Microbatches to begin with: more rarely help, and hold their 
 _NUM_TRIED = 2  # Ways to divide a layout that are tried on all, once all were tried on the first ones.
 _NUM_FIRST = 4
 _MOST_STEPS = 6
+_NUM_AHEAD = 3  # Layouts that are tried with forwards ahead,
+_AHEAD_ORDER = "zb-h2"  # in this order, too, which needs few more of them to hide messages.
 _SLACK = 1.1  # Of estimates.
 _LEAST_GAIN = 1.01  # Of twice as many parts.
 
@@ -96,13 +99,25 @@ class HiddenSumSearch(OwnTimeSearch):
         """Return the best divided layout near some layouts of one stage for each worker; `None` where none of them has copies."""
         evaluated: list[Evaluation] = []
         self.run((layout for layout in begin if layout.has_copies and layout.has_estimate), evaluated)
-        best = evaluated[0] if evaluated else None
+        if not evaluated:
+            return None
+        best = self._climbed(evaluated[0])
         with stopping.part():
-            for _ in range(_MOST_STEPS if best is not None else 0):
-                assert best is not None, "there is a layout to begin with"
-                divisions = division_of(best.layout).neighbors(self.evaluator.problem.num_microbatches)
-                tried = [self.evaluator.simulate(division.of(self.evaluator.problem, whole(best.layout))) for division in divisions]
-                found = min((best, *filter(None, tried)), key=_rank)
+            for top in (best, *evaluated[1:_NUM_AHEAD]) if self.effort else ():
+                for order in dict.fromkeys((top.layout.order, _AHEAD_ORDER)):
+                    known = self.evaluator.simulate(replace(top.layout, order=order, recomputed=None))
+                    hidden = with_forwards_ahead(self.evaluator, known, most_steps=_MOST_STEPS)
+                    best = min((best, *filter(None, [hidden])), key=_rank)
+        return self._climbed(best) if best.layout.ahead else best
+
+    def _climbed(self, best: Evaluation) -> Evaluation:
+        """Return the best division of the same order and workers, found step by step."""
+        problem = self.evaluator.problem
+        with stopping.part():
+            for _ in range(_MOST_STEPS):
+                divisions = division_of(best.layout).neighbors(problem.num_microbatches)
+                layouts = [replace(division.of(problem, whole(best.layout)), ahead=best.layout.ahead) for division in divisions]
+                found = min((best, *filter(None, map(self.evaluator.simulate, layouts))), key=_rank)
                 if found is best:
                     break
                 best = found

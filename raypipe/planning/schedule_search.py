@@ -57,7 +57,6 @@ _OWN_TIMES_SHARE = 0.4
 _SPLIT_ORDERS_SHARE = 0.8
 _SEVERAL_SHARE = 0.6
 _BRANCHES_SHARE = 0.8
-_LAST_SHARE = 1 / 4  # Simulations of ever other workers, with sums to be timed, take two to three times what they count.
 _NEAR = 1.25  # Times the best layout within which layouts of other kinds are improved, where simulations take long.
 
 
@@ -120,7 +119,7 @@ def _found_sorted(search: _Search, on_others: Sequence[tuple[_Search, Layers]], 
         found = replace(found, certain=search.hidden(found.certain))
     with stopping.part():
         found = replace(found, others=search.hidden(found.others))
-    with stopping.part(share=_LAST_SHARE):
+    with stopping.part():
         found = search.changed_at_last(found)
     return found
 

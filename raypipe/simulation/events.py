@@ -1,8 +1,8 @@
 """The event loop: when each item of compiled programs starts and ends. Time: O(items log devices).
 
-Messages occupy their links for bytes / bandwidth, first come, first served, and arrive one latency later. While a sum takes time on
-links, messages and sums are flows (`flows`). Devices that share cores progress at an equal rate, cores / computing devices but at most 1
-(processor sharing).
+Messages occupy their links for bytes / bandwidth, first come, first served, and arrive one latency later. Where those of several devices
+pass one link, and while a sum takes time on links, messages and sums are flows (`flows`). Devices that share cores progress at an equal
+rate, cores / computing devices but at most 1 (processor sharing).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The messages and sums of an order as flows, where sums of gradients take time on links."""
+"""The messages and sums of an order as flows, where they share links with what other devices send."""
 
 from __future__ import annotations
 
@@ -111,14 +111,33 @@ def _ways(pairs: Iterable[tuple[int, int]], cost: Cost) -> tuple[dict[tuple[int,
     return of_messages, of_sums
 
 
+def _messages_meet(order: CompiledOrder, cost: Cost) -> bool:
+    """Return whether messages of several devices pass one link, such as the port of their receiver."""
+    senders: dict[str, int] = {}
+    paths = {(source, target): cost.path(source, target) for source, target, message in order.transfers if cost.message_bytes(message)}
+    return any(senders.setdefault(name, source) != source for (source, _), path in paths.items() for name, _ in path.resources)
+
+
 class OrderTransfers:
-    """The messages and sums of one simulation as flows of a network."""
+    """The messages and sums of one simulation as flows of a network.
+
+    Attributes:
+        messages_meet: Whether messages of several devices pass one link, and so are flows from the first one on.
+    """
 
     def __init__(
-        self, order: CompiledOrder, cost: Cost, sums: dict[int, _Sum], push: Callable[[float, int, int], None], free_s: Mapping[str, float]
+        self,
+        order: CompiledOrder,
+        cost: Cost,
+        sums: dict[int, _Sum],
+        push: Callable[[float, int, int], None],
+        free_s: Mapping[str, float],
+        *,
+        messages_meet: bool,
     ) -> None:
         self.order = order
         self.cost = cost
+        self.messages_meet = messages_meet
         self.passed: list[Passed] = []
         self._sums = sums
         self._network = Network(cost.communication, push)
@@ -139,7 +158,7 @@ class OrderTransfers:
 
     @classmethod
     def of(cls, order: CompiledOrder, cost: Cost, push: Callable[[float, int, int], None], free_s: Mapping[str, float]) -> Self | None:
-        """Return the transfers of an order, or `None` if no sum takes time on a link, so that messages alone pass.
+        """Return the transfers of an order, or `None` if no sum takes time on a link, and messages of several devices do not meet.
 
         `free_s` says when messages that left while no flow was under way leave each link.
         """
@@ -153,12 +172,13 @@ class OrderTransfers:
         for (program, number), position in order.deadlines.items() if sums else ():
             if number in sums:
                 sums[number].deadlines[order.devices[program]] = position
-        return cls(order, cost, sums, push, free_s) if sums else None
+        messages_meet = _messages_meet(order, cost)
+        return cls(order, cost, sums, push, free_s, messages_meet=messages_meet) if sums or messages_meet else None
 
     @property
     def take_messages(self) -> bool:
-        """Whether a message that leaves now may share a link with a flow; in turns, none does while no flow is under way."""
-        return self._network.num_under_way > 0 or not self.cost.communication.holds
+        """Whether a message that leaves now may share a link with a flow."""
+        return self.messages_meet or self._network.num_under_way > 0 or not self.cost.communication.holds
 
     def left(self, number: int, end_s: float) -> None:
         """Note that a message that leaves while no flow is under way has passed its wires at that time."""
