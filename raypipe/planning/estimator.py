@@ -109,8 +109,8 @@ class Estimator:
         problem = self.problem
         stopping.spend(_CHANNEL_WORK_S * (len(source) + len(target)))
         loads: dict[str, float] = {}
-        own: dict[tuple[int, str], float] = {}
-        messages: list[tuple[float, list[tuple[int, str]], list[float]]] = []
+        own: dict[str, dict[int, float]] = {}
+        messages: list[tuple[float, list[tuple[str, float]]]] = []
         latency_s = 0.0
         rows = problem.rows(source), problem.rows(target)
         if rows[0] is None or rows[1] is None:
@@ -122,14 +122,14 @@ class Estimator:
             share = num_rows / problem.microbatch_size
             for resource, bandwidth in path.resources:
                 loads[resource] = loads.get(resource, 0.0) + share / bandwidth
-                own[sender, resource] = own.get((sender, resource), 0.0) + share / bandwidth
-            links = [(sender, resource) for resource, _ in path.resources]
-            messages.append((share, links, [own[link] for link in links]))
-        # A device sends in turns, while several that share a link go on in proportion.
+                of_senders = own.setdefault(resource, {})
+                of_senders[sender] = of_senders.get(sender, 0.0) + share / bandwidth
+            messages.append((share, [(resource, own[resource][sender]) for resource, _ in path.resources]))
+        # Messages of one device follow one another. Until one has passed a link, any other device has sent as much over it, or all it had.
         mean_s_per_byte = 0.0
-        for share, links, so_far in messages:
-            passed = zip(links, so_far, strict=True)
-            mean_s_per_byte += share * max((loads[link[1]] * own_s / own[link] for link, own_s in passed if own_s), default=0.0)
+        for share, passed in messages:
+            arrived = (sum(min(other_s, so_far_s) for other_s in own[resource].values()) for resource, so_far_s in passed)
+            mean_s_per_byte += share * max(arrived, default=0.0)
         return Channel(max(loads.values(), default=0.0), latency_s, tuple(loads.items()), mean_s_per_byte)
 
     def stage(self, group: Devices, first: int, end: int) -> StageSeconds:

@@ -29,8 +29,8 @@ _MOST_LATE = 32  # Microbatches to begin with: more rarely help, and hold their 
 _NUM_TRIED = 2  # Ways to divide a layout that are tried on all, once all were tried on the first ones.
 _NUM_FIRST = 4
 _MOST_STEPS = 6
-_NUM_AHEAD = 3  # Layouts that are tried with forwards ahead,
-_AHEAD_ORDER = "zb-h2"  # in this order, too, which needs few more of them to hide messages.
+_NUM_AHEAD = 3  # Best layouts that are also tried with forwards ahead.
+_AHEAD_ORDER = "zb-h2"  # Tried besides the order of a layout: it hides messages with fewer forwards ahead than others.
 _SLACK = 1.1  # Of estimates.
 _LEAST_GAIN = 1.01  # Of twice as many parts.
 
@@ -101,14 +101,14 @@ class HiddenSumSearch(OwnTimeSearch):
         self.run((layout for layout in begin if layout.has_copies and layout.has_estimate), evaluated)
         if not evaluated:
             return None
-        best = self._climbed(evaluated[0])
+        best = climbed = self._climbed(evaluated[0])
         with stopping.part():
-            for top in (best, *evaluated[1:_NUM_AHEAD]) if self.effort else ():
-                for order in dict.fromkeys((top.layout.order, _AHEAD_ORDER)):
+            for top in (climbed, *evaluated[1:_NUM_AHEAD]):
+                for order in sorted({top.layout.order, _AHEAD_ORDER}.intersection(self.orders)):
                     known = self.evaluator.simulate(replace(top.layout, order=order, recomputed=None))
                     hidden = with_forwards_ahead(self.evaluator, known, most_steps=_MOST_STEPS)
                     best = min((best, *filter(None, [hidden])), key=_rank)
-        return self._climbed(best) if best.layout.ahead else best
+        return best if best is climbed else self._climbed(best)
 
     def _climbed(self, best: Evaluation) -> Evaluation:
         """Return the best division of the same order and workers, found step by step."""

@@ -20,7 +20,7 @@ _MOST_TOGETHER = 4
 _MOST_STEPS = 8
 _NUM_SIMULATED = 240  # Layouts after random changes.
 _MOST_CHANGES = 40  # For each of them; most are of no use, as estimates say.
-_CHANGE_WORK_S = 30e-3  # Of a random change: estimates, and sums of ever other workers to be timed.
+_SIMULATION_WORK_S = 30e-3  # Of each simulated change, besides its simulation: patterns for the sums of new workers are chosen.
 _SLACK = 1.05  # Of estimates, whose ratio is not that of simulated layouts.
 _TEMPERATURE = 0.02  # Average relative slowdown that is accepted at first.
 
@@ -66,7 +66,7 @@ def _better_ones(evaluator: LayoutEvaluator, evaluation: Evaluation, num_simulat
         if changed is None or estimate_s(changed) > _SLACK * estimate_s(now):
             continue
         if changed not in tried:
-            stopping.spend(_CHANGE_WORK_S)
+            stopping.spend(_SIMULATION_WORK_S)
             tried[changed] = evaluator.simulate(_as(evaluator, changed, current.layout))
         found = tried[changed]
         temperature = _TEMPERATURE * (1 - len(tried) / num_simulations) ** 2

@@ -151,7 +151,7 @@ class Cost:
         path: Returns the path between two devices, by number; of infinite latency where they cannot communicate.
         nodes: Node of each device; where left out, each device has its own.
         patterns: Patterns of sums by members; of others, the one with which a run begins.
-        merged: Returns the sum of the devices that one device stands for, from its number and the sum.
+        merged: Returns the sum of the devices that one device stands for, from its number and the sum; `None` where each stands for itself.
         transfers_block: Whether a device does nothing else while a message passes that it sends or receives, and takes one in only once it
             waits for it. raypipe's own actors do not block; runtimes that send and receive in the stream of the computation do.
     """
@@ -168,7 +168,7 @@ class Cost:
     communication: Communication = field(default_factory=Communication)
     nodes: tuple[str, ...] = ()
     patterns: Mapping[tuple[int, ...], Pattern] = field(default_factory=dict)
-    merged: Callable[[int, Collective], MergedSum] = lambda device, collective: MergedSum()
+    merged: Callable[[int, Collective], MergedSum] | None = None
     transfers_block: bool = False
 
     def link(self, source: int, target: int) -> Path:
@@ -302,7 +302,7 @@ class Cost:
         """Return a collective of devices of which one stands for all."""
         if self.takes_latency_alone(collective):
             return MergedSum(self.collective_s(collective))
-        return self.merged(collective.devices[0], collective)
+        return MergedSum() if self.merged is None else self.merged(collective.devices[0], collective)
 
     def sum_latency_s(self, collective: Collective) -> float:
         """Return the latencies on the longest way of a slice of a sum of several members, and how long shares wait for each other."""

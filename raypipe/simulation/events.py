@@ -1,8 +1,8 @@
 """The event loop: when each item of compiled programs starts and ends. Time: O(items log devices).
 
-Messages occupy their links for bytes / bandwidth, first come, first served, and arrive one latency later. Where those of several devices
-pass one link, and while a sum takes time on links, messages and sums are flows (`flows`). Devices that share cores progress at an equal
-rate, cores / computing devices but at most 1 (processor sharing).
+Messages occupy their links for bytes / bandwidth, first come, first served, and arrive one latency later. In an order in which messages of
+several devices pass one link, and in any while a sum takes time on links, messages and sums are flows (`flows`). Devices that share cores
+progress at an equal rate, cores / computing devices but at most 1 (processor sharing).
 """
 
 from __future__ import annotations
@@ -201,7 +201,7 @@ class EventLoop:
 
     def _send(self, number: int, now_s: float) -> None:
         transfer = self.transfers[self.order.transfer_of[number]]
-        if self.network is not None and self.network.take_messages and transfer.resources and transfer.num_bytes:
+        if self.network is not None and self.network.takes_messages and transfer.resources and transfer.num_bytes:
             self.network.send(number, now_s, self._arrived)
             return
         start_s = now_s

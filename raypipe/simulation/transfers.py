@@ -111,19 +111,22 @@ def _ways(pairs: Iterable[tuple[int, int]], cost: Cost) -> tuple[dict[tuple[int,
     return of_messages, of_sums
 
 
-def _messages_meet(order: CompiledOrder, cost: Cost) -> bool:
-    """Return whether messages of several devices pass one link, such as the port of their receiver."""
-    senders: dict[str, int] = {}
-    paths = {(source, target): cost.path(source, target) for source, target, message in order.transfers if cost.message_bytes(message)}
-    return any(senders.setdefault(name, source) != source for (source, _), path in paths.items() for name, _ in path.resources)
+def _do_messages_meet(order: CompiledOrder, cost: Cost) -> bool:
+    """Return whether messages of several devices pass one link, such as the port of their receiver.
+
+    Where a device stands for several, its messages reserve their links; so do those that block their senders.
+    """
+    if cost.transfers_block or cost.merged is not None:
+        return False
+    senders: dict[str, set[int]] = {}
+    for source, target in {(source, target) for source, target, message in order.transfers if cost.message_bytes(message)}:
+        for name, _ in cost.path(source, target).resources:
+            senders.setdefault(name, set()).add(source)
+    return any(len(of_link) > 1 for of_link in senders.values())
 
 
 class OrderTransfers:
-    """The messages and sums of one simulation as flows of a network.
-
-    Attributes:
-        messages_meet: Whether messages of several devices pass one link, and so are flows from the first one on.
-    """
+    """The messages and sums of one simulation as flows of a network."""
 
     def __init__(
         self,
@@ -137,7 +140,7 @@ class OrderTransfers:
     ) -> None:
         self.order = order
         self.cost = cost
-        self.messages_meet = messages_meet
+        self._messages_meet = messages_meet
         self.passed: list[Passed] = []
         self._sums = sums
         self._network = Network(cost.communication, push)
@@ -158,7 +161,7 @@ class OrderTransfers:
 
     @classmethod
     def of(cls, order: CompiledOrder, cost: Cost, push: Callable[[float, int, int], None], free_s: Mapping[str, float]) -> Self | None:
-        """Return the transfers of an order, or `None` if no sum takes time on a link, and messages of several devices do not meet.
+        """Return the transfers of an order, or `None` if neither a sum takes time on a link nor messages of several devices meet.
 
         `free_s` says when messages that left while no flow was under way leave each link.
         """
@@ -172,13 +175,13 @@ class OrderTransfers:
         for (program, number), position in order.deadlines.items() if sums else ():
             if number in sums:
                 sums[number].deadlines[order.devices[program]] = position
-        messages_meet = _messages_meet(order, cost)
+        messages_meet = _do_messages_meet(order, cost)
         return cls(order, cost, sums, push, free_s, messages_meet=messages_meet) if sums or messages_meet else None
 
     @property
-    def take_messages(self) -> bool:
+    def takes_messages(self) -> bool:
         """Whether a message that leaves now may share a link with a flow."""
-        return self.messages_meet or self._network.num_under_way > 0 or not self.cost.communication.holds
+        return self._messages_meet or self._network.num_under_way > 0 or not self.cost.communication.holds
 
     def left(self, number: int, end_s: float) -> None:
         """Note that a message that leaves while no flow is under way has passed its wires at that time."""

@@ -16,7 +16,7 @@ from raypipe.planning.merged import MergedEvaluator, can_merge
 from raypipe.planning.planners import PLANNERS, best_of_all, best_proposal
 from raypipe.planning.problem import Problem
 from raypipe.schedules.collectives import Collective, CollectiveKind
-from tests.planning.instances import random_problem
+from tests.planning.instances import behind_ports, random_problem
 
 GB = 1_000_000_000
 
@@ -136,6 +136,16 @@ def test_sums_of_a_divided_worker_come_one_after_the_other_behind_its_parts(late
     assert merged is not None
     assert whole.update_s < plain.update_s / gain
     assert merged.update_s == pytest.approx(whole.update_s, rel=0.01)
+
+
+@pytest.mark.parametrize("workers", [((0,), (1, 2, 3, 4), (5,)), ((0,), (1, 2), (3,))])
+def test_behind_ports_merged_workers_are_no_quicker_and_little_slower_than_their_devices(workers: tuple[tuple[int, ...], ...]) -> None:
+    problem = behind_ports(num_nodes=8, output_bytes=64_000_000)
+    layout = Layout((0, 3, 7, 10), workers)
+    whole, merged = LayoutEvaluator(problem).simulate(layout), MergedEvaluator(problem).simulate(layout)
+    assert whole is not None
+    assert merged is not None
+    assert 0.98 < merged.update_s / whole.update_s < 1.2
 
 
 def test_memory_counts_for_each_device_with_its_own_rows() -> None:

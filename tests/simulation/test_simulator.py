@@ -400,7 +400,7 @@ def test_a_message_that_waits_for_its_senders_port_keeps_no_receiver_waiting() -
 
 
 def test_two_devices_of_a_node_share_the_wire_to_another_node() -> None:
-    """Replicas split the rows: each half takes half the time on the wire, one after the other."""
+    """Replicas split the rows: both halves pass the wire together."""
     nodes = (
         Node(name="a", devices=(TopologyDevice("a0", "cpu"), TopologyDevice("a1", "cpu")), link=NodeLink(latency_s=0.0)),
         Node(name="b", devices=(TopologyDevice("b0", "cpu"),)),
@@ -416,7 +416,8 @@ def test_two_devices_of_a_node_share_the_wire_to_another_node() -> None:
     )
     trace = simulate_programs(programs, cost, name="split")
     assert times(trace)[0, "0F0"] == times(trace)[1, "0F0"] == [0, 0.5]
-    # Each half is 5 bytes: on the wire from 0.5 to 1.5 and from 1.5 to 2.5.
+    # Each half is 5 bytes: alone it would take 1 s.
+    assert [(span.start_s, span.end_s) for span in trace.spans if span.kind is SpanKind.TRANSFER] == [(0.5, 2.5), (0.5, 2.5)]
     assert times(trace)[2, "1F0"] == [2.5, 3.5]
 
 
