@@ -29,7 +29,7 @@ _MOST_LATE = 32  # Microbatches to begin with: more rarely help, and hold their 
 _NUM_TRIED = 2  # Ways to divide a layout that are tried on all, once all were tried on the first ones.
 _NUM_FIRST = 4
 _MOST_STEPS = 6
-_NUM_AHEAD = 8  # Best layouts that are also tried with forwards ahead.
+_NUM_AHEAD = 8  # Best layouts that are also tried with forwards ahead, of a usual number of microbatches.
 _AHEAD_ORDER = "zb-h2"  # Tried besides the order of a layout: it hides messages with fewer forwards ahead than others.
 _SLACK = 1.1  # Of estimates.
 _LEAST_GAIN = 1.01  # Of twice as many parts.
@@ -102,8 +102,9 @@ class HiddenSumSearch(OwnTimeSearch):
         if not evaluated:
             return None
         best = climbed = self._climbed(evaluated[0])
+        num_tried = round(_NUM_AHEAD * self._simulating_effort(len(climbed.layout.workers)))
         with stopping.part():
-            for top in (climbed, *evaluated[1:_NUM_AHEAD]):
+            for top in (climbed, *evaluated[1:])[:num_tried]:
                 for order in sorted({top.layout.order, _AHEAD_ORDER}.intersection(self.orders)):
                     known = self.evaluator.simulate(replace(top.layout, order=order, recomputed=None))
                     hidden = with_forwards_ahead(self.evaluator, known, most_steps=_MOST_STEPS)
