@@ -88,6 +88,7 @@ class ConnectOrder:
         groups: Members of each sum.
         patterns: Patterns of sums by members, at first; where left out a ring in the order of the members.
         wires: See `Wiring`.
+        entrances: See `Wiring`.
         store: Where the actors find each other.
         prefix: Text unique to this run and epoch.
         number: How often the devices of the run have met before; for faults.
@@ -102,6 +103,7 @@ class ConnectOrder:
     groups: tuple[tuple[int, ...], ...]
     patterns: Mapping[tuple[int, ...], Pattern]
     wires: tuple[Mapping[int, int], ...]
+    entrances: tuple[Mapping[int, int], ...]
     store: StoreAddress
     prefix: str
     connect_timeout_s: float

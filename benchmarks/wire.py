@@ -16,6 +16,7 @@ rehearsal. But in the cases of own and unlike wires, what leaves a node is state
     unlike wires      the same where two of them have a tenth: slices go along trees of their own
     slow port         data parallelism on five nodes, each behind a port; one port has a tenth, and is a leaf of the sum's tree
     ports in turns    a pipeline on five nodes, each behind a port: one node sends in turns to two, which also take gradients by their ports
+    slow receiver     a pipeline on four nodes, each behind a port: one node sends to three, of which one has a tenth of the bandwidth
     ports both ways   a pipeline of five nodes, each behind a port, which takes activations and gradients at once
     four chunks       interleaved on two workers of two nodes each: a worker's chunks sum over one wire
     cnn, planned      VGG-16 (PipeDream's profile; bytes over 40) on four nodes of two devices: raypipe's plan
@@ -227,6 +228,15 @@ CASES = {
         12,
         Layout((0, 1, 2, 3, 4, 5), ((0,), (1,), (2,), (3,), (4,)), "zb-h2"),
         has_ports=True,
+    ),
+    "slow receiver": Case(
+        partial(_uniform, 3, output_bytes=800_000, parameter_bytes=100_000),
+        4,
+        1,
+        12,
+        Layout((0, 1, 3), ((0,), (1, 2, 3)), "zb-h1", ahead=(3, 0)),
+        has_ports=True,
+        slow_port=3,
     ),
     "four chunks": Case(
         partial(_uniform, 8, output_bytes=100_000, parameter_bytes=4_000_000),

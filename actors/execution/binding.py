@@ -104,10 +104,12 @@ class _Binding:
     def bound(self) -> BoundProgram:
         incoming: Announced = {}
         outgoing: Announced = {}
+        num_slots = 0
         for item in self.program.items:
+            num_slots += isinstance(item, Compute)
             if isinstance(item, Recv | Send):
                 announced = incoming if isinstance(item, Recv) else outgoing
-                expected = Expected(item.message, self.edges.message_specs(item.message, self.num_rows))
+                expected = Expected(item.message, self.edges.message_specs(item.message, self.num_rows), due=num_slots)
                 announced.setdefault(item.device, []).append(expected)
         updated = frozenset(op.stage for op in self.ops if op.kind is OpKind.UPDATE)
         return BoundProgram(tuple(self._steps()), updated, incoming, outgoing)

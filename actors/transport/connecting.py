@@ -82,6 +82,7 @@ class Connector:
         over_tcp: bool,
         communication: Communication,
         ways: Mapping[int, Hashable] | None,
+        entrances: Mapping[int, Hashable],
         receives_ahead: int,
         library: cuda_ipc.SharingLibrary | None,
         host_ip: str | None,
@@ -93,6 +94,7 @@ class Connector:
         self._over_tcp = over_tcp and library is None
         self._communication = communication
         self._ways = ways
+        self._entrances = entrances
         self._library = library
         self._host_ip = host_ip
         # Members wait for each other set by set. All go through them in this one order, so the first unfinished set is one
@@ -156,6 +158,7 @@ class Connector:
                 host_ip=self._host_ip,
                 communication=self._communication,
                 ways=self._ways,
+                entrances=self._entrances,
             )
 
     def _connect_over_tcp(self, device: int, kind: _Kind, members: tuple[int, ...]) -> None:

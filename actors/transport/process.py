@@ -53,6 +53,7 @@ class ProcessTransport:
         communication: How transfers over TCP share links.
         ways: For each peer what its transfers over TCP have to share with those of others of this name. By default all peers on other hosts
             are behind one, the port of the node, and each peer on this host has its own.
+        entrances: For peers whose messages share something at this device's end, what it is; the message that is due first goes first.
         receives_ahead: Messages of a gloo channel whose receives are posted ahead.
         library: CUDA and NCCL, which carry sums and the channels that are not in `shared`; `None` for CPU devices.
     """
@@ -74,6 +75,7 @@ class ProcessTransport:
         over_tcp: bool = True,
         communication: Communication = SCHEDULED,
         ways: Mapping[int, Hashable] | None = None,
+        entrances: Mapping[int, Hashable] | None = None,
         receives_ahead: int = 4,
         library: cuda_ipc.SharingLibrary | None = None,
     ) -> None:
@@ -94,6 +96,7 @@ class ProcessTransport:
             over_tcp=over_tcp,
             communication=communication,
             ways=ways,
+            entrances=entrances or {},
             receives_ahead=receives_ahead,
             library=library,
             host_ip=host_ip,

@@ -7,7 +7,7 @@ time passes messages; another one may start collectives and wait for them meanwh
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
@@ -32,10 +32,15 @@ class TensorSpec:
 
 @dataclass(frozen=True)
 class Expected:
-    """A message that a channel will carry, and its tensors."""
+    """A message that a channel will carry, and its tensors.
+
+    Attributes:
+        due: How many slots of the receiver's program come before the one that waits for it.
+    """
 
     message: Message
     tensors: tuple[TensorSpec, ...]
+    due: int = field(default=0, compare=False)
 
     def __str__(self) -> str:
         return f"{self.message} ({', '.join(map(str, self.tensors)) or 'no tensors'})"

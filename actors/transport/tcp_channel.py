@@ -13,7 +13,7 @@ from torch import Tensor
 from raypipe.actors.transport.channel import CLOSED_BY_PEER, ChannelError, Prepared, check_tensors, wait_until_empty
 from raypipe.actors.transport.protocol import Expected
 from raypipe.actors.transport.shm_channel import Description
-from raypipe.actors.transport.tcp_link import HEADER, Kind, Link, Memory
+from raypipe.actors.transport.tcp_link import HEADER, NEVER_DUE, Kind, Link, Memory
 from raypipe.actors.transport.tcp_receiver import Receiver
 from raypipe.actors.transport.tcp_sender import Sender
 from raypipe.communication.policy import Traffic
@@ -62,6 +62,8 @@ class Incoming:
 
     def __init__(self, link: Link, receiver: Receiver, *, timeout_s: float) -> None:
         self.timeout_s = timeout_s
+        self.due = NEVER_DUE
+        """See `MessageSink`."""
         self._link = link
         self._receiver = receiver
         self._prepared = Prepared(Description)
@@ -118,6 +120,7 @@ class Incoming:
     def begin(self, text: bytes, num_bytes: int) -> list[memoryview]:
         """See `MessageSink`."""
         description, ready = self._to_come.popleft() if self._to_come else (None, None)
+        self.due = description.expected.due if description is not None else NEVER_DUE
         if description is None:
             self._unannounced += 1
         elif description.packet != text:

@@ -2,6 +2,7 @@
 
     message from 0 to 2, sum from 1 to 2     2 asks 1 to hold its sum while the message comes
     message from 0, sum from its neighbor    0 asks the devices of its node to hold their sums while the message leaves
+    messages from 0 and 1 to 2               2 asks who sends the one that is due later to stop, until the other one is there
 
 A request is a datagram, since a connection may have several milliseconds of a sum before it. It ends by itself: nobody waits for an
 answer, and a lost one costs nothing but time.
@@ -12,8 +13,9 @@ from __future__ import annotations
 import hmac
 import socket
 import struct
+import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from enum import IntEnum
@@ -30,7 +32,11 @@ _LONGER = 1.5
 _LEAST_S = 0.002
 """A message that is there sooner gains nothing: what the kernel holds of a sum passes beside it."""
 _MOST_S = 0.1
-"""A message that comes slowly holds nothing for longer."""
+"""A message that comes slowly holds no sum for longer."""
+_MOST_STOPPED_S = 1.0
+"""And no message for longer than this."""
+_NEWEST_WEIGHT = 0.5
+"""Of the newest measurement in the seconds for a byte that comes."""
 
 
 class _Say(IntEnum):
@@ -40,6 +46,8 @@ class _Say(IntEnum):
     """A message comes into our node."""
     LEAVES = 2
     """A message leaves our node."""
+    STOP = 3
+    """What goes to me, messages too."""
 
 
 @dataclass(frozen=True)
@@ -53,10 +61,19 @@ class Address:
 
 
 class Asked(NamedTuple):
-    """A request: what goes to a peer, or to all other nodes if that is `None`, is held for some seconds; 0 ends it."""
+    """A request: sums to a peer, or to all other nodes if that is `None`, are held for some seconds, messages too on request; 0 ends it."""
 
     peer: int | None
     seconds: float
+    with_messages: bool = False
+
+
+class _Coming(NamedTuple):
+    """A long message that comes by an entrance: when it is due, its bytes, and when it began."""
+
+    due: int
+    num_bytes: int
+    since_s: float
 
 
 class Holds:
@@ -70,6 +87,7 @@ class Holds:
         addresses: Those of the others, on this host or not.
         rate: Returns the bytes per second of what goes to a peer.
         summing: Returns the devices that send sums to this one.
+        entrances: What messages of some senders share at this device's end; those that share it take turns.
     """
 
     def __init__(
@@ -82,6 +100,7 @@ class Holds:
         secret: Secret,
         rate: Callable[[int], float],
         summing: Callable[[], Collection[int]],
+        entrances: Mapping[int, Hashable],
     ) -> None:
         self.end = end
         self._device = device
@@ -99,6 +118,14 @@ class Holds:
         self._summing = summing
         self._coming: set[int] = set()
         """The senders of long messages that are on their way."""
+        self._entrances = entrances
+        self._turns = threading.Lock()
+        """Held by who changes what follows."""
+        self._entering: dict[int, _Coming] = {}
+        self._stopped: set[int] = set()
+        """The senders that were asked to stop."""
+        self._byte_s: dict[int, float] = {}
+        """Seconds for a byte of messages by sender, so far as they were not stopped."""
 
     # Said to others
 
@@ -108,19 +135,53 @@ class Holds:
             for other in self._of_node:
                 self._say(other, _Say.LEAVES, seconds)
 
-    def comes(self, peer: int, num_bytes: int) -> bool:
-        """Say that a message begins to come, if it is a long one; return whether it is."""
+    def comes(self, peer: int, num_bytes: int, *, due: int) -> bool:
+        """Say that a message begins to come, if it is a long one; return whether it is. See `Expected` for `due`."""
         if peer not in self._far or not (seconds := self._seconds(peer, num_bytes)):
             return False
         self._coming.add(peer)
         self._enters(seconds)
+        if (entrance := self._entrances.get(peer)) is not None:
+            with self._turns:
+                self._entering[peer] = _Coming(due, num_bytes, time.monotonic())
+                self._take_turns(entrance)
         return True
 
     def has_come(self, peer: int) -> None:
-        """Say that a long message is there."""
+        """Say that a long message is there, or never will be."""
+        if peer not in self._coming:
+            return
         self._coming.discard(peer)
         if not self._coming:
             self._enters(0.0)
+        if (entrance := self._entrances.get(peer)) is not None:
+            with self._turns:
+                came = self._entering.pop(peer, None)
+                if peer in self._stopped:
+                    self._go_on(peer)
+                elif came is not None:
+                    byte_s = (time.monotonic() - came.since_s) / came.num_bytes
+                    self._byte_s[peer] = _NEWEST_WEIGHT * byte_s + (1 - _NEWEST_WEIGHT) * self._byte_s.get(peer, byte_s)
+                self._take_turns(entrance)
+
+    def _take_turns(self, entrance: Hashable) -> None:
+        """Let what is due first come, and ask the others that share the entrance to stop."""
+        entering = {peer: message for peer, message in self._entering.items() if self._entrances[peer] == entrance}
+        first = min((message.due for message in entering.values()), default=0)
+        # What one slot waits for comes together: stopping some of it would gain nothing.
+        alone_s = sum(
+            message.num_bytes * self._byte_s.get(peer, 1 / self._rate(peer)) for peer, message in entering.items() if message.due == first
+        )
+        for peer, message in entering.items():
+            if message.due > first:
+                self._stopped.add(peer)
+                self._say(peer, _Say.STOP, min(_LONGER * alone_s, _MOST_STOPPED_S))
+            elif peer in self._stopped:
+                self._go_on(peer)
+
+    def _go_on(self, peer: int) -> None:
+        self._stopped.discard(peer)
+        self._say(peer, _Say.STOP, 0.0)
 
     def _enters(self, seconds: float) -> None:
         self._hold(seconds)
@@ -162,11 +223,12 @@ class Holds:
             if len(notice) != _NOTICE.size or not hmac.compare_digest(proof, self._proof(self._token, notice)):
                 continue
             other, what, seconds, number = _NOTICE.unpack(notice)
-            if other not in self._addresses or not 0.0 <= seconds <= _MOST_S or number <= self._last_of.get(other, 0):
+            most_s = _MOST_STOPPED_S if what == _Say.STOP else _MOST_S
+            if other not in self._addresses or not 0.0 <= seconds <= most_s or number <= self._last_of.get(other, 0):
                 continue
             self._last_of[other] = number
-            if what == _Say.HOLD:
-                yield Asked(other, seconds)
+            if what in {_Say.HOLD, _Say.STOP}:
+                yield Asked(other, seconds, with_messages=what == _Say.STOP)
             elif what == _Say.LEAVES:
                 yield Asked(None, seconds)
             else:

@@ -34,6 +34,8 @@ _MOST_BYTES = 1 << 20
 """What is read from a connection before the others have their turn."""
 _SCRATCH_BYTES = 256 << 10
 """Numbers are added in pieces that a core's cache holds, and a reader is woken when so many have come, or the chunk: each wake costs."""
+NEVER_DUE = 1 << 62
+"""Later than any message of a window."""
 MOST_NOTED = 4096
 """Chunks of a window whose departures and receipts are kept, the newest."""
 
@@ -61,7 +63,13 @@ class Receipt(NamedTuple):
 
 
 class MessageSink(Protocol):
-    """The receiving end of a channel; called by who holds the lock of the link."""
+    """The receiving end of a channel; called by who holds the lock of the link.
+
+    Attributes:
+        due: See `Expected`, of the message that comes; `NEVER_DUE` if it was not announced, as one of the next window.
+    """
+
+    due: int
 
     def begin(self, text: bytes, num_bytes: int) -> list[memoryview]:
         """Return the memory for the next message."""
@@ -123,6 +131,7 @@ class Link:
         broken: Why nothing more can be sent.
         holds: Who is asked for room when a message begins to come.
         held_until_s: Until when sums make way for others' messages at the other end, by the clock of `time.monotonic`.
+        stopped_until_s: Until when all does, for another one's message that is due earlier.
         sending: Sums of which parts go to the peer.
         num_left: Chunks that have left; counted by who writes.
         receipts: Chunks that have come, the newest.
@@ -141,6 +150,7 @@ class Link:
         self.messages: MessageSink | None = None
         self.holds: Holds | None = None
         self.held_until_s = 0.0
+        self.stopped_until_s = 0.0
         self.sending: set[SendingSum] = set()
         self.num_left = 0
         self.receipts: deque[Receipt] = deque(maxlen=MOST_NOTED)
@@ -275,6 +285,8 @@ class Link:
 
     def _lose(self, problem: str) -> None:
         self.ended = self.ended or problem
+        if self.holds is not None:
+            self.holds.has_come(self.peer)
         for total in list(self._sums.values()):
             total.lose(problem)
         self._sums.clear()
@@ -290,8 +302,9 @@ class Link:
             yield from self._fill(memoryview(text))
             if code == Kind.MESSAGE:
                 assert self.messages is not None, "there is a channel"
-                is_long = self.holds is not None and self.holds.comes(self.peer, num_bytes)
-                for memory in self.messages.begin(bytes(text), num_bytes):
+                memories = self.messages.begin(bytes(text), num_bytes)
+                is_long = self.holds is not None and self.holds.comes(self.peer, num_bytes, due=self.messages.due)
+                for memory in memories:
                     yield from self._fill(memory)
                 self.messages.complete()
                 if is_long and self.holds is not None:

@@ -26,6 +26,7 @@ class Port:
         connections: tcp.Connections,
         communication: Communication,
         ways: Mapping[int, Hashable] | None,
+        entrances: Mapping[int, Hashable],
     ) -> None:
         self.device = device
         connected = connections.ends
@@ -45,6 +46,7 @@ class Port:
             connections.addresses,
             secret=connections.secret,
             rate=self._bytes_per_s,
+            entrances=entrances,
             summing=lambda: [peer for peer, link in self.links.items() if link.is_summing],
         )
         if communication.holds:
@@ -63,9 +65,10 @@ class Port:
         host_ip: str | None,
         communication: Communication,
         ways: Mapping[int, Hashable] | None,
+        entrances: Mapping[int, Hashable],
     ) -> Port:
         """Connect with peers; `others` have ports, too. Raises as `ProcessTransport.connect`."""
-        port = cls(rendezvous.device, tcp.connect(rendezvous, peers, others=others, host_ip=host_ip), communication, ways)
+        port = cls(rendezvous.device, tcp.connect(rendezvous, peers, others=others, host_ip=host_ip), communication, ways, entrances)
         try:
             rendezvous.aborting.add(port.links.values())
         except BaseException:

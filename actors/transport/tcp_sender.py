@@ -151,6 +151,7 @@ class Sender:
                         polling.register(link.descriptor, POLLOUT)
                 limits_s += [_STALLED_S] if blocked is not None else []
                 limits_s += [max(link.held_until_s - time.monotonic(), 0.0) for link in way.held]
+                limits_s += [max(link.stopped_until_s - time.monotonic(), 0.0) for link in way.stopped]
             ready = {descriptor for descriptor, _ in polling.poll(1000 * min(limits_s) + 0.1 if limits_s else None)}
             with suppress(BlockingIOError):
                 self._wakes.recv(4096)
@@ -160,12 +161,12 @@ class Sender:
                 self._serve(way, ready)
 
     def _hold(self, holds: Holds) -> None:
-        for peer, seconds in holds.asked():
+        for peer, seconds, with_messages in holds.asked():
             for way in self.ways:
                 links = [link for link in way.links if (link.peer == peer if peer is not None else holds.is_far(link.peer))]
                 if links:
                     with way.lock:
-                        way.hold(links, until(seconds))
+                        way.hold(links, until(seconds), with_messages=with_messages)
 
     def _serve(self, way: Way, ready: Container[int]) -> None:
         with way.lock:

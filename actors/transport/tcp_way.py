@@ -139,9 +139,10 @@ class Way:
         active: The chunk that the kernel has not taken all of.
         draining: The peer of the last chunk of a sum, until the kernel has sent most of it.
         aside: Chunks of peers that take nothing, so that the others need not wait for them.
-        paused: Chunks of sums that have stopped for a message, of this device or another.
+        paused: Chunks of sums that have stopped for a message, of this device or another, and messages that have stopped for another one's.
         moved_s: When the kernel last took something.
         held: Peers at whose end of the link sums make way for others' messages.
+        stopped: Peers at whose end all makes way for another one's message that is due earlier.
     """
 
     def __init__(self, links: Sequence[Link], communication: Communication) -> None:
@@ -154,6 +155,7 @@ class Way:
         self.aside: dict[Link, Frame] = {}
         self.paused: dict[Link, Frame] = {}
         self.held: set[Link] = set()
+        self.stopped: set[Link] = set()
         self.moved_s = time.monotonic()
         self.bytes_per_s = USUAL_BYTES_PER_S
         self.communication = communication
@@ -186,12 +188,12 @@ class Way:
     def is_idle(self, link: Link) -> bool:
         """Return whether what goes to a peer can leave before anything else."""
         is_free = self.active is None and not self.queue and not self.arrived
-        return is_free and link not in self.aside and link not in self.paused and link.broken is None
+        return is_free and not (link in self.aside or link in self.paused or link in self.stopped) and link.broken is None
 
     def next_frame(self, *, bulk: bool) -> Frame | None:
         """Return the next chunk, as the policy says; `None` if there is none, or it is not a message and not `bulk`."""
         queue = self.queue
-        if self.aside or self.held or self.paused:
+        if self.aside or self.held or self.stopped or self.paused:
             if (resumed := self._resumed()) is not None:
                 return self.paused.pop(resumed) if bulk else None
             queue = [entry for entry in queue if self._may_begin(entry)]
@@ -224,19 +226,25 @@ class Way:
 
     def _may_begin(self, entry: Entry) -> bool:
         link = entry.link
-        return link not in self.aside and link not in self.paused and (entry.traffic is Traffic.MESSAGE or link not in self.held)
+        if link in self.aside or link in self.paused or link in self.stopped:
+            return False
+        return entry.traffic is Traffic.MESSAGE or link not in self.held
 
     def _resumed(self) -> Link | None:
-        """Return the peer whose chunk goes on next: one that is in the way of a message, or any if no message can leave."""
-        messages = {entry.link for entry in self.queue if entry.traffic is Traffic.MESSAGE}.difference(self.aside)
-        if not messages.issubset(self.paused):
+        """Return the peer whose chunk goes on next: a message, what is in the way of one, or anything if no message can leave."""
+        paused = {link: frame for link, frame in self.paused.items() if link not in self.stopped}
+        begun = [link for link, frame in paused.items() if frame.entry.traffic is Traffic.MESSAGE]
+        if begun:
+            return min(begun, key=lambda link: paused[link].entry.sequence)
+        messages = {entry.link for entry in self.queue if entry.traffic is Traffic.MESSAGE} - self.aside.keys() - self.stopped
+        if not messages <= paused.keys():
             return None
-        return next((link for link in self.paused if link in messages or not (messages or link in self.held)), None)
+        return next((link for link in paused if link in messages or not (messages or link in self.held)), None)
 
     @property
     def has_work(self) -> bool:
         """Whether something could leave."""
-        return bool(self.queue) or any(link not in self.held for link in self.paused)
+        return bool(self.queue) or any(link not in self.held and link not in self.stopped for link in self.paused)
 
     def make_way(self) -> None:
         """Stop a chunk of a sum in the middle if a message to another peer waits."""
@@ -311,20 +319,28 @@ class Way:
             return True
         return False
 
-    def hold(self, links: Collection[Link], until_s: float) -> None:
-        """Send nothing of sums to some peers until a time."""
+    def hold(self, links: Collection[Link], until_s: float, *, with_messages: bool = False) -> None:
+        """Send nothing of sums to some peers until a time, and no messages on request."""
         for link in links:
-            link.held_until_s = until_s
-            if until_s and self.active is not None and self.active.entry.link is link and self._may_pause(self.active):
-                self._pause(self.active)
+            if with_messages:
+                link.stopped_until_s = until_s
+            else:
+                link.held_until_s = until_s
+            active = self.active
+            if until_s and active is not None and active.entry.link is link and (with_messages or self._may_pause(active)):
+                self._pause(active)
             if until_s and self.draining is link:
                 self.draining = None
-        self.held = self.held.union(links)
+        if with_messages:
+            self.stopped = self.stopped.union(links)
+        else:
+            self.held = self.held.union(links)
         self.release(time.monotonic())
 
     def release(self, now_s: float) -> None:
         """See whose time is over."""
         self.held = {link for link in self.held if link.held_until_s > now_s}
+        self.stopped = {link for link in self.stopped if link.stopped_until_s > now_s}
 
     def _fit_kernel(self, link: Link) -> None:
         """Let the kernel hold more if it ran empty before this thread woke, and by and by less if not."""

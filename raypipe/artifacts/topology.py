@@ -20,7 +20,6 @@ from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 from raypipe.artifacts import codec
 from raypipe.artifacts.files import read_text, write_text
 from raypipe.artifacts.record import ShownName, invalid, record
-from raypipe.communication.ways import ways
 from raypipe.errors import NoLinkError, PlanError, suggestion
 
 FORMAT = "raypipe.topology/1"
@@ -251,13 +250,6 @@ class ClusterTopology:
                 if (source, target) not in known and not crosses(source, target)
             ]
         return replace(self, nodes=nodes, links=tuple(left), default_link=None)
-
-    def wires(self, devices: Sequence[str]) -> tuple[dict[int, int], ...]:
-        """Return for each of some devices the number of its wire to each other one; those with the same number share a bottleneck."""
-        numbered = list(enumerate(devices))
-        return tuple(
-            ways({number: self.reach(source, target).bottlenecks for number, target in numbered if target != source}) for source in devices
-        )
 
     def path(self, source: str, target: str) -> Path:
         """Return the path between two named devices, empty from a device to itself, or raise `PlanError` if no link serves them."""

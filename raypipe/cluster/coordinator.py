@@ -54,7 +54,7 @@ class Coordinator:
         self._newest_s: dict[str, deque[float]] = {}  # how long the newest windows took, by program
         self._programs: dict[str, tuple[DeviceProgram, ...]] = {}
         self.patterns: dict[tuple[int, ...], Pattern] = {}  # of sums, by members
-        self._wires: tuple[Mapping[int, int], ...] = ()
+        self._wiring = _USUAL
         self._epoch = 0
         self._is_closed = False
         self.actors = StageActors(run, slots, stages=stages, scaling=scaling, cluster=cluster)
@@ -130,7 +130,7 @@ class Coordinator:
     def connect(self, programs: Programs, cut: Cut, *, wiring: Wiring = _USUAL) -> None:
         """Connect the actors and give them the programs, by name and device."""
         self._programs = {name: tuple(of_devices) for name, of_devices in programs.items()}
-        self.patterns, self._wires = dict(wiring.patterns), wiring.wires
+        self.patterns, self._wiring = dict(wiring.patterns), wiring
         order, specs, infos = self._connect_order(), self._edge_specs(cut), self.actors.infos
         self.actors.ask(
             "taking programs",
@@ -171,7 +171,8 @@ class Coordinator:
             nodes=tuple(info.node_id for info in infos),
             groups=tuple(sorted({item.collective.devices for _, item in items if isinstance(item, Start)})),
             patterns=self.patterns,
-            wires=self._wires,
+            wires=self._wiring.wires,
+            entrances=self._wiring.entrances,
             store=store,
             prefix=f"{self.run}/{self._epoch}",
             connect_timeout_s=timeout_s,

@@ -151,6 +151,18 @@ class CompiledOrder:
         }
 
     @cached_property
+    def due(self) -> list[int]:
+        """For each message, how many slots of its receiver's program come before the one that waits for it."""
+        due = [0] * len(self.messages)
+        for kinds, numbers in zip(self.kinds, self.numbers, strict=True):
+            num_slots = 0
+            for kind, number in zip(kinds, numbers, strict=True):
+                num_slots += kind == COMPUTE
+                if kind == RECV:
+                    due[number] = num_slots
+        return due
+
+    @cached_property
     def updates(self) -> tuple[tuple[tuple[int, int], ...], ...]:
         """Each update's U's, as pairs (program, number of the slot in it)."""
         slots: dict[int, list[tuple[int, int]]] = {}

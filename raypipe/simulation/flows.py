@@ -29,6 +29,9 @@ class Flow:
         on_end: Called with the time at which the last byte has left.
         begun_s: Time at which the first byte left.
         left: Bytes that have not left; it leaves its links when these are `stop`.
+        holding: Links that sums leave to it, if it is a message.
+        entrance: What messages to one device share, of which the one that is due first goes first; `None` if nothing.
+        due: See `CompiledOrder.due`.
     """
 
     way: Hashable
@@ -43,6 +46,9 @@ class Flow:
     rate: float = 0.0
     since_s: float = 0.0
     epoch: int = 0
+    holding: Sequence[str] = ()
+    entrance: Hashable = None
+    due: int = 0
 
 
 @dataclass(eq=False, slots=True)
@@ -62,7 +68,9 @@ class Network:
         self._passing: dict[str, dict[Flow, None]] = {}
         """The flows that pass each resource now."""
         self._messages: Counter[str] = Counter()
-        """The messages that pass each resource now."""
+        """The messages to which sums leave each resource now."""
+        self._entering: dict[Hashable, dict[Flow, None]] = {}
+        """The messages that pass each entrance now."""
         self._held: dict[_Way, None] = {}
         """The ways on which all that waits makes room for messages of others."""
         self._sequence = itertools.count()
@@ -80,10 +88,18 @@ class Network:
         deadline: int,
         on_end: Callable[[float, float], None],
         not_before_s: float = 0.0,
+        holding: Sequence[str] | None = None,
+        entrance: Hashable = None,
+        due: int = 0,
     ) -> None:
-        """Send bytes over a path of limited bandwidth; `on_end` gets the times at which the first and the last byte left."""
+        """Send bytes over a path of limited bandwidth; `on_end` gets the times at which the first and the last byte left.
+
+        Sums leave the links `holding` to a message, all of its path by default. Of messages with the same `entrance`, the one with the
+        least `due` goes first.
+        """
+        holding = [name for name, _ in path.resources] if holding is None else holding
         transfer = Transfer(traffic, deadline, next(self._sequence), 0, math.ceil(num_bytes))
-        flow = Flow(way, path, transfer, on_end, len(self._flows), left=num_bytes)
+        flow = Flow(way, path, transfer, on_end, len(self._flows), left=num_bytes, holding=holding, entrance=entrance, due=due)
         self._flows.append(flow)
         self.num_under_way += 1
         if not_before_s > now_s:
@@ -149,20 +165,29 @@ class Network:
     # Turns of those that share a link beside their own ways
 
     def _is_held(self, flow: Flow) -> bool:
-        return flow.transfer.traffic is not Traffic.MESSAGE and any(self._messages[resource] for resource, _ in flow.path.resources)
+        if flow.transfer.traffic is Traffic.MESSAGE:
+            return any(other.due < flow.due for other in self._entering.get(flow.entrance, ()))
+        return any(self._messages[resource] for resource, _ in flow.path.resources)
 
     def _hold(self, message: Flow, now_s: float) -> None:
-        """Have sums leave the links of a message."""
-        for resource, _ in message.path.resources:
+        """Have sums leave the links of a message, and messages that are due later its entrance."""
+        if message.entrance is not None:
+            entering = self._entering.setdefault(message.entrance, {})
+            entering[message] = None
+            for flow in entering:
+                if flow.due > message.due:
+                    self._stop(flow, now_s)
+        for resource in message.holding:
             self._messages[resource] += 1
             for flow in self._passing.get(resource, ()):
                 if flow.transfer.traffic is not Traffic.MESSAGE:
                     self._stop(flow, now_s)
 
     def _release(self, message: Flow, now_s: float) -> None:
-        freed = {resource for resource, _ in message.path.resources}
-        self._messages.subtract(freed)
-        for resource in freed:
+        if message.entrance is not None:
+            del self._entering[message.entrance][message]
+        self._messages.subtract(message.holding)
+        for resource in message.holding:
             for flow in self._passing.get(resource, ()):
                 if flow.stop and not self._is_held(flow):
                     self._advance(flow, now_s)

@@ -15,8 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.optimize import linprog
 
+from raypipe.communication.paths import PathOf
 from raypipe.communication.patterns import Pattern, Tree, ring
-from raypipe.simulation.paths import PathOf
 
 Edge = tuple[int, int]
 Floats = NDArray[np.float64]

@@ -23,11 +23,11 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
+from raypipe.communication.paths import LinkPath, PathOf
 from raypipe.communication.patterns import MOST_MESHED, Hop, Pattern, direct, ring, tree
 from raypipe.communication.policy import CHUNK_S
 from raypipe.communication.shards import Loads, gather_loads, reduce_loads
 from raypipe.communication.ways import ways
-from raypipe.simulation.paths import LinkPath, PathOf
 
 LEAST_GAIN = 1.05
 """How much quicker than the ring in the order of the members another pattern must be for a run to begin with it."""
@@ -121,7 +121,7 @@ def _phase_s(loads: dict[Hop, float], nodes: Sequence[Hashable], path: PathOf, *
     sent: dict[int, dict[int, tuple[float, float]]] = {}  # By source and target, the part and the bandwidth.
     for (source, target), part in loads.items():
         sent.setdefault(source, {})[target] = part, path(source, target).bandwidth_bytes_per_s
-    senders_s: list[float] = []
+    senders_s = list(_ports_s(sent, path))
     # Members of one node that send to several others by one way take these in the same order: they share each wire in turn.
     in_turn: dict[tuple[Hashable, Hashable], str] = {}
     for source, to in sent.items():
@@ -137,6 +137,14 @@ def _phase_s(loads: dict[Hop, float], nodes: Sequence[Hashable], path: PathOf, *
     for between, of_pair in _by_nodes(loads, nodes, in_turn).items():
         nodes_s[between[0], in_turn[between]] += _busiest_s(of_pair, path)
     return max([_busiest_s(loads, path), *senders_s, *nodes_s.values()])
+
+
+def _ports_s(sent: dict[int, dict[int, tuple[float, float]]], path: PathOf) -> Iterator[float]:
+    """Yield the seconds for each byte of what members send by the ports of their nodes, which are as quick as the quickest path."""
+    for source, to in sent.items():
+        by_port = [of_target for target, of_target in to.items() if path(source, target).port is not None]
+        if len(by_port) > 1:
+            yield math.fsum(part for part, _ in by_port) / max(bandwidth for _, bandwidth in by_port)
 
 
 def _busiest_s(loads: dict[Hop, float], path: PathOf) -> float:
@@ -163,7 +171,7 @@ def _by_nodes(
 def _by_way(source: int, targets: Iterable[int], nodes: Sequence[Hashable], path: PathOf) -> Iterable[list[int]]:
     """Return the members to whom one sends, those of its node together and others by the way out of the node."""
     found: dict[int, list[int]] = {}
-    outside = {target: path(source, target).bottlenecks for target in targets if nodes[target] != nodes[source]}
+    outside = {target: path(source, target) for target in targets if nodes[target] != nodes[source]}
     way_of = ways(outside) if len(outside) > 1 else dict.fromkeys(outside, 0)
     for target in targets:
         found.setdefault(way_of.get(target, -1), []).append(target)

@@ -13,6 +13,7 @@ from raypipe.artifacts.profile import LayerProfile, LayerTimes, ModelProfile, he
 from raypipe.artifacts.topology import ClusterTopology, Device, Overheads, Path
 from raypipe.communication.buckets import buckets, num_buckets
 from raypipe.communication.patterns import Pattern
+from raypipe.communication.ways import Wiring
 from raypipe.schedules.ir import OpKind, Schedule, StageReplica
 from raypipe.schedules.lower import DeviceProgram, Placement, lower
 from raypipe.schedules.metrics import metrics
@@ -62,6 +63,13 @@ def plan_cost(plan: Plan, *, state_bytes_per_parameter_byte: float = STATE_BYTES
         recomputed=recomputed_stages(plan.schedule),
         state_bytes_per_parameter_byte=state_bytes_per_parameter_byte,
         stepped=stepped_shares(plan.schedule, plan.placement),
+    )
+
+
+def plan_wiring(plan: Plan, patterns: Mapping[tuple[int, ...], Pattern]) -> Wiring:
+    """Return how what the devices of a plan send goes, with these patterns of sums."""
+    return Wiring.between(
+        len(plan.devices), lambda source, target: plan.topology.reach(plan.devices[source], plan.devices[target]), patterns
     )
 
 

@@ -13,7 +13,7 @@ from raypipe.artifacts.topology import Path
 from raypipe.communication.patterns import Hop
 from raypipe.communication.policy import Traffic
 from raypipe.communication.shards import gather_needs
-from raypipe.communication.ways import ways
+from raypipe.communication.ways import entrances, ways
 from raypipe.schedules.collectives import Collective
 from raypipe.simulation.compiled import CompiledOrder
 from raypipe.simulation.cost import Cost
@@ -100,8 +100,8 @@ def _ways(pairs: Iterable[tuple[int, int]], cost: Cost) -> tuple[dict[tuple[int,
             of_messages |= {(source, target): target for target in targets}
             of_sums |= {(source, target): target for target in targets}
             continue
-        wires = ways({target: [name for name, _ in path.resources] for target, path in paths.items()})
-        outlets = ways({target: path.bottlenecks for target, path in paths.items()})
+        wires = ways(paths, by_port=False)
+        outlets = ways(paths)
         ports = {outlets[target] for target, path in paths.items() if path.port is not None}
         for target in targets:
             # Both by their first peer. Without a port they have the same way.
@@ -111,18 +111,32 @@ def _ways(pairs: Iterable[tuple[int, int]], cost: Cost) -> tuple[dict[tuple[int,
     return of_messages, of_sums
 
 
+def _entrances(pairs: Iterable[tuple[int, int]], cost: Cost) -> Iterator[tuple[tuple[int, int], tuple[int, int]]]:
+    """Yield for pairs whose messages take turns what their paths share at the receiver's end: its number and that of a way into it."""
+    senders: dict[int, list[int]] = {}
+    for source, target in pairs:
+        senders.setdefault(target, []).append(source)
+    for target, sources in senders.items():
+        into = entrances({source: cost.path(source, target) for source in sources}) if len(sources) > 1 else {}
+        yield from (((source, target), (target, number)) for source, number in into.items())
+
+
 def _do_messages_meet(order: CompiledOrder, cost: Cost) -> bool:
-    """Return whether messages of several devices pass one link, such as the port of their receiver.
+    """Return whether messages of several devices pass one link, such as the port of their receiver, or of one device by several ways.
 
     Where a device stands for several, its messages reserve their links; so do those that block their senders.
     """
     if cost.transfers_block or cost.merged is not None:
         return False
-    senders: dict[str, set[int]] = {}
-    for source, target in {(source, target) for source, target, message in order.transfers if cost.message_bytes(message)}:
+    pairs = sorted({(source, target) for source, target, message in order.transfers if cost.message_bytes(message)})
+    passing: dict[str, list[tuple[int, int]]] = {}
+    for source, target in pairs:
         for name, _ in cost.path(source, target).resources:
-            senders.setdefault(name, set()).add(source)
-    return any(len(of_link) > 1 for of_link in senders.values())
+            passing.setdefault(name, []).append((source, target))
+    if any(len({source for source, _ in of_link}) > 1 for of_link in passing.values()):
+        return True
+    of_messages, _ = _ways(pairs, cost)
+    return any(len({of_messages[pair] for pair in of_link}) > 1 for of_link in passing.values())
 
 
 class OrderTransfers:
@@ -156,6 +170,8 @@ class OrderTransfers:
             if port := self._port_to(source, target):
                 known = self._port_rates.get((source, port), 0.0)
                 self._port_rates[source, port] = max(known, cost.path(source, target).bandwidth_bytes_per_s)
+        self._holding = dict(self._links_held())
+        self._entrances = dict(_entrances(self._message_ways, cost)) if cost.communication.holds else {}
         self._left_s: dict[str, float] = {}
         """When messages out of a port, which left while no flow was under way, have passed their wires."""
 
@@ -206,7 +222,22 @@ class OrderTransfers:
             deadline=0,
             on_end=end,
             not_before_s=self._behind_messages_s(path),
+            holding=self._holding[source, target],
+            entrance=self._entrances.get((source, target)),
+            due=self.order.due[number],
         )
+
+    def _links_held(self) -> Iterator[tuple[tuple[int, int], tuple[str, ...]]]:
+        """Yield for each pair the links that a message needs for itself: others pass the sender's port beside it if it has room."""
+        ways_on: dict[tuple[int, str], set[int]] = {}
+        for (source, target), way in self._message_ways.items():
+            for name in self.cost.path(source, target).bottlenecks:
+                ways_on.setdefault((source, name), set()).add(way)
+        for source, target in self._message_ways:
+            path = self._out_of_port(source, target, self.cost.path(source, target))
+            rates = {name: self._port_rates.get((source, name), rate) for name, rate in path.resources}
+            has_room = {name for name, rate in rates.items() if rate >= 2 * path.bandwidth_bytes_per_s and len(ways_on[source, name]) > 1}
+            yield (source, target), tuple(name for name in rates if name not in has_room)
 
     def _port_to(self, source: int, target: int) -> str | None:
         """Return what a device sends by to all nodes to which no link is stated."""
@@ -250,13 +281,12 @@ class OrderTransfers:
             self._passed(number, total, hop, on_end, now_s, now_s)
             return
         # What a device sends by a port goes one after the other (`ConnectOrder.ways`), but chunks are short: while one of them passes a
-        # slow link, others fill the port.
+        # slow link, others fill the port. The port is a link then, which all that it carries shares, as what goes by several ways does.
         port = self._port_to(hop.source, hop.target)
         path, way = self._out_of_port(hop.source, hop.target, hop.path), self._sum_ways[hop.source, hop.target]
         turns: Hashable = (hop.source, way)
-        if total.fills_ports and port:
-            # The port is a link then, which all that it carries shares.
-            turns = (hop.source, way, hop.target)
+        if port:
+            turns = (hop.source, way, hop.target) if total.fills_ports else turns
             path = replace(path, resources=(*path.resources, (f"{port}, device {hop.source}", self._port_rates[hop.source, port])))
         self._network.submit(
             turns,

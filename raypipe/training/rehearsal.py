@@ -19,7 +19,6 @@ from raypipe.artifacts.plan import Plan
 from raypipe.artifacts.trace import Source, Trace
 from raypipe.cluster.discovery import planned_slots
 from raypipe.cluster.node_matching import num_slots
-from raypipe.communication.ways import Wiring
 from raypipe.config import ClusterConfig, OptimizerConfig, ScalingConfig
 from raypipe.errors import ConfigError, PlanError
 from raypipe.model import Batch
@@ -29,7 +28,7 @@ from raypipe.schedules.ir import OpKind, Schedule
 from raypipe.schedules.lower import DeviceProgram
 from raypipe.schedules.passes import one_of_repeated
 from raypipe.simulation.cost import Cost, LayerCost, StageCost
-from raypipe.simulation.plan_cost import late_row_stages, plan_cost, stage_buckets
+from raypipe.simulation.plan_cost import late_row_stages, plan_cost, plan_wiring, stage_buckets
 from raypipe.simulation.simulator import simulate_programs
 from raypipe.training.checks import check_links, least_rows
 from raypipe.training.run_cluster import stage_actors
@@ -131,7 +130,7 @@ def rehearse(
     traces: list[Trace] = []
     with actors as coordinator:
         coordinator.build([scaled.order(device) for device in range(len(plan.devices))])
-        wiring = Wiring(SumPatterns(scaled.cost, programs, exact=True).patterns, plan.topology.wires(plan.devices))
+        wiring = plan_wiring(plan, SumPatterns(scaled.cost, programs, exact=True).patterns)
         coordinator.connect({"rehearse": programs}, scaled.cut, wiring=wiring)
         if coordinator.channel_text:
             notice(f"messages between devices: {coordinator.channel_text}")

@@ -13,7 +13,7 @@ from raypipe.cluster.coordinator import Coordinator, Programs
 from raypipe.communication.ways import Wiring
 from raypipe.network.estimate import NetworkEstimate
 from raypipe.planning.sum_patterns import SumPatterns
-from raypipe.simulation.plan_cost import plan_cost
+from raypipe.simulation.plan_cost import plan_cost, plan_wiring
 from raypipe.training.record import RunRecord
 from raypipe.training.strategy import Strategy
 
@@ -34,7 +34,7 @@ class SumAdaptation:
         """Return how what the programs of the strategy's plan send begins to go."""
         plan = self.strategy.plan
         self._sums = SumPatterns(plan_cost(plan), itertools.chain(*programs.values()), exact=self.exact)
-        return Wiring(self._sums.patterns, plan.topology.wires(plan.devices))
+        return plan_wiring(plan, self._sums.patterns)
 
     def after_window(self, *, update: int) -> None:
         """Choose again after a window."""

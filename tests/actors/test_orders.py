@@ -29,6 +29,7 @@ def connect(*, wires: tuple[Mapping[int, int], ...]) -> ConnectOrder:
         nodes=("one", "one", "two", "three", "four"),
         patterns={},
         wires=wires,
+        entrances=(),
         groups=(),
         store=StoreAddress("127.0.0.1", 1, Secret.new()),
         prefix="run/0",

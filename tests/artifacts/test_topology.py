@@ -344,21 +344,6 @@ shared_links:
 """
 
 
-def test_stated_links_are_wires_of_their_own_unless_they_share_a_bottleneck() -> None:
-    links = tuple(Link(source="n0", target=f"n{target}", bandwidth_bytes_per_s=1e9, latency_s=0.0) for target in range(1, 5))
-    nodes = tuple(Node(name=f"n{number}", devices=(Device(f"d{number}", "cpu"),)) for number in range(7))
-    up = SharedLink(name="up", bandwidth_bytes_per_s=1e9, members=(("n0", "n3"), ("n0", "n4")))
-    default = NodeLink(bandwidth_bytes_per_s=1e8, latency_s=1e-3)
-    topology = ClusterTopology(name="wires", nodes=nodes, links=links, shared_links=(up,), default_link=default)
-    wires = topology.wires([device.name for device in topology.devices])
-    assert len({wires[0][1], wires[0][2], wires[0][3], wires[0][5]}) == 4
-    assert wires[0][3] == wires[0][4]
-    assert wires[0][5] == wires[0][6], "nobody said that these are apart"
-    assert len(set(wires[5].values())) == 1
-    parted = dataclasses.replace(topology, default_link=None)
-    assert parted.wires(["d0", "d1", "d5"])[0].keys() == {1, 2}, "pairs without a link send each other nothing"
-
-
 def test_a_route_takes_the_latencies_and_shares_the_wires_of_the_links_that_it_passes() -> None:
     topology = read(ROUTED)
     there = topology.path("a1", "b0")

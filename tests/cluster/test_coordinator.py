@@ -10,6 +10,7 @@ import pytest
 from raypipe.actors.actor_info import ActorInfo
 from raypipe.cluster.coordinator import Coordinator
 from raypipe.cluster.stage_actors import StageActors
+from raypipe.communication.ways import Wiring
 from raypipe.config import ClusterConfig, ScalingConfig, Transport
 
 INFO = ActorInfo(node_id="a" * 40, ip="10.0.0.1", hostname="host", pid=1, num_cores=2, memory_bytes=1 << 30, shares_memory=True)
@@ -33,7 +34,7 @@ def test_devices_that_meet_again_are_soon_there_but_on_gpus_where_a_new_one_may_
         device_names=("10.0.0.1/0",),
         patterns={},
         _programs={},
-        _wires=(),
+        _wiring=Wiring(),
         _epoch=epoch,
     )
     assert Coordinator._connect_order(cast("Coordinator", coordinator)).connect_timeout_s == expected_s

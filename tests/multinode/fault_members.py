@@ -227,6 +227,7 @@ class Child:
             groups=tuple(sorted({item.collective.devices for _, item in items if isinstance(item, Start)})),
             patterns={},
             wires=(),
+            entrances=(),
             store=StoreAddress("10.77.0.1", port, SECRET),
             prefix=attempt.prefix,
             connect_timeout_s=20.0,

@@ -11,10 +11,10 @@ import networkx as nx
 import pytest
 
 from raypipe.artifacts.topology import ClusterTopology, Device, Link, Node, NodeLink, SharedLink
+from raypipe.communication.paths import LinkPath, PathOf
 from raypipe.communication.patterns import MOST_MESHED, Pattern, direct, exchange, ring, tree
 from raypipe.communication.policy import CHUNK_S
 from raypipe.simulation.packing import packed
-from raypipe.simulation.paths import LinkPath, PathOf
 from raypipe.simulation.pattern_choice import (
     best_pattern,
     candidates,

@@ -134,6 +134,38 @@ def test_a_message_goes_where_sums_are_held_behind_the_chunk_in_its_way(links: l
     assert way.next_frame(bulk=True) is None, "the rest of the sum is held"
 
 
+def test_a_message_stops_in_the_middle_and_goes_on_before_later_ones(links: list[Link]) -> None:
+    message = Waiting(links[0], Traffic.MESSAGE, LONG)
+    way = way_with(links, message)
+    frame = way.active = way.next_frame(bulk=True)
+    now_s = time.monotonic()
+    way.hold([links[0]], now_s + 60.0, with_messages=True)
+    assert way.active is None
+    assert not way.is_idle(links[0])
+    others = [Waiting(link, Traffic.MESSAGE, LONG) for link in links[:2]]
+    for other in others:
+        way.arrived.append((other, LONG))
+    way.take_in()
+    between = way.next_frame(bulk=False)
+    assert between is not None
+    assert between.entry is others[1], "to another peer"
+    assert way.next_frame(bulk=True) is None
+    way.release(now_s + 61.0)
+    assert way.next_frame(bulk=True) is frame
+    behind = way.next_frame(bulk=True)
+    assert behind is not None
+    assert behind.entry is others[0]
+
+
+def test_nothing_of_a_sum_goes_to_who_waits_for_another_message(links: list[Link]) -> None:
+    way = way_with(links, Waiting(links[0], Traffic.SUM, 10_000_000))
+    now_s = time.monotonic()
+    way.hold([links[0]], now_s + 60.0, with_messages=True)
+    assert way.next_frame(bulk=True) is None
+    way.hold([links[0]], 0.0, with_messages=True)
+    assert way.next_frame(bulk=True) is not None
+
+
 def test_a_lost_connection_fails_the_chunk_that_has_stopped(links: list[Link]) -> None:
     total = Waiting(links[0], Traffic.SUM, 10_000_000)
     way = way_with(links, total)
@@ -160,7 +192,16 @@ def three() -> Iterator[list[Holds]]:
     for device, end in enumerate(ends):
         others = {other: address for other, address in enumerate(addresses) if other != device}
         own = addresses[device]
-        holds = Holds(device, end, own, others, secret=secret, rate=lambda _: BYTES_PER_S, summing=partial(summing.__getitem__, device))
+        holds = Holds(
+            device,
+            end,
+            own,
+            others,
+            secret=secret,
+            rate=lambda _: BYTES_PER_S,
+            summing=partial(summing.__getitem__, device),
+            entrances={0: 7, 1: 7} if device == 2 else {},
+        )
         # All hosts of this test are this one.
         holds._addresses = {other: (token, ("127.0.0.1", address[1])) for other, (token, address) in holds._addresses.items()}
         made.append(holds)
@@ -179,12 +220,50 @@ def asked(holds: Holds) -> list[Asked]:
 
 
 def test_a_receiver_asks_those_that_send_it_sums(three: list[Holds]) -> None:
-    assert three[2].comes(0, LONG)
+    assert three[2].comes(0, LONG, due=0)
     (request,) = asked(three[1])
     assert request.peer == 2
     assert request.seconds == pytest.approx(1.5 * LONG / BYTES_PER_S)
     three[2].has_come(0)
     assert asked(three[1]) == [Asked(2, 0.0)]
+
+
+def stops(holds: Holds) -> list[Asked]:
+    return [request for request in asked(holds) if request.with_messages]
+
+
+def test_of_two_messages_that_share_an_entrance_the_one_that_is_due_first_comes_first(three: list[Holds]) -> None:
+    assert three[2].comes(0, LONG, due=5)
+    assert three[2].comes(1, LONG, due=3)
+    (stop,) = stops(three[0])
+    assert stop.peer == 2
+    assert stop.seconds == pytest.approx(1.5 * LONG / BYTES_PER_S)
+    three[2].has_come(1)
+    assert stops(three[0]) == [Asked(2, 0.0, with_messages=True)]
+
+
+def test_one_that_begins_later_and_is_due_later_is_stopped(three: list[Holds]) -> None:
+    assert three[2].comes(0, LONG, due=3)
+    assert three[2].comes(1, LONG, due=5)
+    assert [request.peer for request in stops(three[1])] == [2]
+    three[2].has_come(0)
+    assert stops(three[1]) == [Asked(2, 0.0, with_messages=True)]
+
+
+def test_what_one_slot_waits_for_comes_together(three: list[Holds]) -> None:
+    assert three[2].comes(0, LONG, due=3)
+    assert three[2].comes(1, LONG, due=3)
+    time.sleep(0.02)
+    assert not [request for holds in three[:2] for request in holds.asked() if request.with_messages]
+
+
+def test_who_is_gone_stops_nobody(three: list[Holds]) -> None:
+    assert three[2].comes(0, LONG, due=3)
+    assert three[2].comes(1, LONG, due=5)
+    assert stops(three[1])
+    three[2].has_come(0)  # as a link says that is lost
+    three[2].has_come(0)
+    assert stops(three[1]) == [Asked(2, 0.0, with_messages=True)]
 
 
 def test_a_sender_asks_the_devices_of_its_node(three: list[Holds]) -> None:
@@ -194,8 +273,8 @@ def test_a_sender_asks_the_devices_of_its_node(three: list[Holds]) -> None:
 
 
 def test_short_messages_and_those_within_a_node_ask_for_nothing(three: list[Holds]) -> None:
-    assert not three[2].comes(0, SHORT)
-    assert not three[1].comes(0, LONG)
+    assert not three[2].comes(0, SHORT, due=0)
+    assert not three[1].comes(0, LONG, due=0)
     three[0].leaves(2, SHORT)
     three[0].leaves(1, LONG)
     time.sleep(0.02)
@@ -204,7 +283,7 @@ def test_short_messages_and_those_within_a_node_ask_for_nothing(three: list[Hold
 
 def test_a_message_that_enters_a_node_holds_sums_to_its_other_devices(three: list[Holds]) -> None:
     three[0]._summing = lambda: [2]
-    assert three[1].comes(2, LONG)
+    assert three[1].comes(2, LONG, due=0)
     deadline_s = time.monotonic() + 5.0
     found: list[Asked] = []
     while not found and time.monotonic() < deadline_s:

@@ -31,6 +31,7 @@ class Message:
     def __init__(self) -> None:
         self.memory = bytearray(len(PAYLOAD))
         self.has_come = False
+        self.due = 0
 
     def begin(self, text: bytes, num_bytes: int) -> list[memoryview]:
         assert num_bytes == len(PAYLOAD)

@@ -1,4 +1,4 @@
-"""What a sum's pattern is chosen by: the paths between its members."""
+"""What ways and patterns are chosen by: the paths between devices."""
 
 from __future__ import annotations
 
