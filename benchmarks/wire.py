@@ -2,9 +2,9 @@
 
     python benchmarks/wire.py [--cases NAME ...] [--rounds 3] [--simulate] [--json FILE]     # as root, with iproute2
 
-A wire between two nodes carries 200 Mbit/s each way, whatever devices use it; the actors wait for the time of their computation, messages
-and sums are real. Seconds of an update with a flush. *Told* is the simulator that knows what Ops take beyond their waits, from one
-rehearsal. But in the cases of own and unlike wires, what leaves a node is stated to pass its one port.
+A wire between two nodes carries 200 Mbit/s each way (50 in the last two cases), whatever devices use it; the actors wait for the time
+of their computation, messages and sums are real. Seconds of an update with a flush. *Told* is the simulator that knows what Ops take
+beyond their waits, from one rehearsal. But in the cases of own and unlike wires, what leaves a node is stated to pass its one port.
 
     two sums          two stages, each with a copy on either node: both sums pass the wire between them
     sum and messages  three stages by GPipe's order: the last one has a copy on either node and sums while gradients of earlier stages,
@@ -19,7 +19,7 @@ rehearsal. But in the cases of own and unlike wires, what leaves a node is state
     slow receiver     a pipeline on four nodes, each behind a port: one node sends to three, of which one has a tenth of the bandwidth
     ports both ways   a pipeline of five nodes, each behind a port, which takes activations and gradients at once
     four chunks       interleaved on two workers of two nodes each: a worker's chunks sum over one wire
-    cnn, planned      VGG-16 (PipeDream's profile; bytes over 40) on four nodes of two devices: raypipe's plan
+    cnn, planned      VGG-16 (PipeDream's profile; bytes over 40, seconds times 4) on four nodes of two devices: raypipe's plan
     cnn, copies       the same as data parallelism, its sums in buckets that overlap the last backward
 
 The last two give what raypipe's plan gains over data parallelism, promised and measured. `--simulate` leaves the rehearsals out.
@@ -63,14 +63,14 @@ LATENCY_S = 4e-4
 NUM_UPDATES = 2
 
 
-def rates(count: int, bad: Collection[tuple[int, int]]) -> dict[tuple[int, int], float]:
+def rates(count: int, bad: Collection[tuple[int, int]], rate: float) -> dict[tuple[int, int], float]:
     """Return the bytes per second of each wire; bad ones, in both directions, have a tenth."""
-    return {ends: WIRE_BYTES_PER_S / (10 if ends in bad or ends[::-1] in bad else 1) for ends in itertools.permutations(range(count), 2)}
+    return {ends: rate / (10 if ends in bad or ends[::-1] in bad else 1) for ends in itertools.permutations(range(count), 2)}
 
 
-def nodes(count: int, devices: int, bad: Collection[tuple[int, int]] = (), *, are_stated: bool = False) -> ClusterTopology:
+def nodes(count: int, devices: int, bad: Collection[tuple[int, int]], rate: float, *, are_stated: bool) -> ClusterTopology:
     """Return equal nodes whose pairs have a wire each; the bad ones are stated as links, or all."""
-    of_pair = rates(count, bad)
+    of_pair = rates(count, bad, rate)
     return ClusterTopology(
         name="wires",
         nodes=tuple(
@@ -85,17 +85,17 @@ def nodes(count: int, devices: int, bad: Collection[tuple[int, int]] = (), *, ar
             Link(source=f"node{one}", target=f"node{other}", latency_s=LATENCY_S, bandwidth_bytes_per_s=of_pair[one, other] * GOODPUT)
             for one, other in (itertools.combinations(range(count), 2) if are_stated else bad)
         ),
-        default_link=NodeLink(latency_s=LATENCY_S, bandwidth_bytes_per_s=WIRE_BYTES_PER_S * GOODPUT),
+        default_link=NodeLink(latency_s=LATENCY_S, bandwidth_bytes_per_s=rate * GOODPUT),
     )
 
 
-def ports(count: int, slow: int | None) -> Iterator[tuple[str, list[tuple[int, int]], float]]:
+def ports(count: int, slow: int | None, rate: float) -> Iterator[tuple[str, list[tuple[int, int]], float]]:
     """Yield the name of what leaves or enters each node, its pairs of nodes and its bytes per second; a slow node has a tenth."""
     for number in range(count):
         others = [other for other in range(count) if other != number]
-        rate = WIRE_BYTES_PER_S / (10 if number == slow else 1)
-        yield f"node{number}/out", [(number, other) for other in others], rate
-        yield f"node{number}/in", [(other, number) for other in others], rate
+        of_node = rate / (10 if number == slow else 1)
+        yield f"node{number}/out", [(number, other) for other in others], of_node
+        yield f"node{number}/in", [(other, number) for other in others], of_node
 
 
 def scaled(profile: ModelProfile, *, seconds: float, num_bytes: float) -> ModelProfile:
@@ -134,11 +134,12 @@ class Case:
     are_stated: bool = False
     has_ports: bool = False
     slow_port: int | None = None
+    wire_bytes_per_s: float = WIRE_BYTES_PER_S
 
     @property
     def topology(self) -> ClusterTopology:
         """The nodes, with a port each on request."""
-        topology = nodes(self.num_nodes, self.devices, self.bad, are_stated=self.are_stated)
+        topology = nodes(self.num_nodes, self.devices, self.bad, self.wire_bytes_per_s, are_stated=self.are_stated)
         if not self.has_ports:
             return topology
         of_nodes = tuple(
@@ -147,7 +148,7 @@ class Case:
                 bandwidth_bytes_per_s=rate * GOODPUT,
                 members=tuple((f"node{source}", f"node{target}") for source, target in pairs),
             )
-            for name, pairs, rate in ports(self.num_nodes, self.slow_port)
+            for name, pairs, rate in ports(self.num_nodes, self.slow_port, self.wire_bytes_per_s)
         )
         return replace(topology, shared_links=of_nodes, default_link=NodeLink(latency_s=LATENCY_S))
 
@@ -161,8 +162,11 @@ class Case:
 
 
 def cnn() -> ModelProfile:
-    """Return VGG-16 with a fortieth of its bytes."""
-    return scaled(chain_of("vgg16"), seconds=1.0, num_bytes=1 / 40)
+    """Return VGG-16 with a fortieth of its bytes and four times its seconds.
+
+    Eight actors send and wake at the same moments on few cores: the longer all takes, the less that is of it.
+    """
+    return scaled(chain_of("vgg16"), seconds=4.0, num_bytes=1 / 40)
 
 
 CASES = {
@@ -245,8 +249,8 @@ CASES = {
         4,
         Layout(tuple(range(9)), ((0, 1), (2, 3)), "interleaved"),
     ),
-    "cnn, planned": Case(cnn, 4, 2, 4, "raypipe"),
-    "cnn, copies": Case(cnn, 4, 2, 4, "ddp-overlap"),
+    "cnn, planned": Case(cnn, 4, 2, 4, "raypipe", wire_bytes_per_s=WIRE_BYTES_PER_S / 4),
+    "cnn, copies": Case(cnn, 4, 2, 4, "ddp-overlap", wire_bytes_per_s=WIRE_BYTES_PER_S / 4),
 }
 
 
@@ -280,8 +284,9 @@ def measured(name: str, *, rounds: int) -> dict[str, Any]:
     result["estimated_s"] = evaluator.estimator.estimate_s(found.layout) if found.layout.has_estimate else None
     if rounds:
         plan = evaluator.plan(found, planner="given", lower_bound_s=0.0)
-        with on_nodes(case.num_nodes, case.devices, rates=rates(case.num_nodes, case.bad)) as (machines, commands):
-            for _, pairs, rate in ports(case.num_nodes, case.slow_port) if case.has_ports else ():
+        of_wires = rates(case.num_nodes, case.bad, case.wire_bytes_per_s)
+        with on_nodes(case.num_nodes, case.devices, rates=of_wires) as (machines, commands):
+            for _, pairs, rate in ports(case.num_nodes, case.slow_port, case.wire_bytes_per_s) if case.has_ports else ():
                 machines.share(pairs, rate)
             told = plan.on(replace(plan.topology, overheads=fitted(machines, commands, plan)))
             runs = in_rounds({name: partial(rehearsed_s, machines, commands, plan)}, num_rounds=rounds)
