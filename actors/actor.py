@@ -344,6 +344,7 @@ class StageActor:
             library=self._library() if order.channels or order.groups else None,
             over_tcp=order.over_tcp,
             ways=order.ways(self.identity.device),
+            apart=order.apart(self.identity.device),
             entrances=order.entrances[self.identity.device] if order.entrances else {},
         )
         built = stages.order

@@ -110,6 +110,10 @@ class ConnectOrder:
     message_timeout_s: float
     number: int = 0
 
+    def apart(self, device: int) -> set[int]:
+        """Return the devices on slow nodes, to which what this one sends passes beside what it sends to others."""
+        return {peer for peer, number in self.wires[device].items() if number < 0} if self.wires else set()
+
     def ways(self, device: int) -> dict[int, str]:
         """Return what transfers to each other device share: nothing within the node, else a wire, or the port if none is known."""
         own, wires = self.nodes[device], self.wires[device] if self.wires else {}

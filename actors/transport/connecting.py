@@ -82,6 +82,7 @@ class Connector:
         over_tcp: bool,
         communication: Communication,
         ways: Mapping[int, Hashable] | None,
+        apart: Collection[int],
         entrances: Mapping[int, Hashable],
         receives_ahead: int,
         library: cuda_ipc.SharingLibrary | None,
@@ -94,6 +95,7 @@ class Connector:
         self._over_tcp = over_tcp and library is None
         self._communication = communication
         self._ways = ways
+        self._apart = apart
         self._entrances = entrances
         self._library = library
         self._host_ip = host_ip
@@ -158,6 +160,7 @@ class Connector:
                 host_ip=self._host_ip,
                 communication=self._communication,
                 ways=self._ways,
+                apart=self._apart,
                 entrances=self._entrances,
             )
 

@@ -53,6 +53,7 @@ class ProcessTransport:
         communication: How transfers over TCP share links.
         ways: For each peer what its transfers over TCP have to share with those of others of this name. By default all peers on other hosts
             are behind one, the port of the node, and each peer on this host has its own.
+        apart: Peers so slow that what goes to them leaves room for others in the port of this node.
         entrances: For peers whose messages share something at this device's end, what it is; the message that is due first goes first.
         receives_ahead: Messages of a gloo channel whose receives are posted ahead.
         library: CUDA and NCCL, which carry sums and the channels that are not in `shared`; `None` for CPU devices.
@@ -75,6 +76,7 @@ class ProcessTransport:
         over_tcp: bool = True,
         communication: Communication = SCHEDULED,
         ways: Mapping[int, Hashable] | None = None,
+        apart: Collection[int] = (),
         entrances: Mapping[int, Hashable] | None = None,
         receives_ahead: int = 4,
         library: cuda_ipc.SharingLibrary | None = None,
@@ -96,6 +98,7 @@ class ProcessTransport:
             over_tcp=over_tcp,
             communication=communication,
             ways=ways,
+            apart=apart,
             entrances=entrances or {},
             receives_ahead=receives_ahead,
             library=library,

@@ -13,7 +13,8 @@ from torch import Tensor
 from raypipe.actors.transport.channel import CLOSED_BY_PEER, ChannelError, Prepared, check_tensors, wait_until_empty
 from raypipe.actors.transport.protocol import Expected
 from raypipe.actors.transport.shm_channel import Description
-from raypipe.actors.transport.tcp_link import HEADER, NEVER_DUE, Kind, Link, Memory
+from raypipe.actors.transport.tcp_holds import NEVER_DUE
+from raypipe.actors.transport.tcp_link import HEADER, Kind, Link, Memory
 from raypipe.actors.transport.tcp_receiver import Receiver
 from raypipe.actors.transport.tcp_sender import Sender
 from raypipe.communication.policy import Traffic
@@ -87,6 +88,8 @@ class Incoming:
             for description in descriptions:
                 if self._unannounced:
                     self._unannounced -= 1
+                    if not self._unannounced and self._coming is not None and self._link.holds is not None:
+                        self._link.holds.is_due(self._link.peer, description.expected.due)
                     continue
                 num_bytes += description.num_bytes
                 ready = Arrival(description, description.packet, 0) if num_bytes <= _READY_BYTES else None

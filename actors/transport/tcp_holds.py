@@ -23,7 +23,7 @@ from typing import NamedTuple
 
 from raypipe.actors.transport.secret import Secret
 
-_NOTICE = struct.Struct("<IBfQ")
+_NOTICE = struct.Struct("<IBdQ")
 """Who sends it; what it says; seconds; its number among those that it sends, so that none counts twice."""
 _PROOF_BYTES = 16
 """Of the proof before a notice, cut as RFC 2104 allows: it decides about milliseconds."""
@@ -33,8 +33,10 @@ _LEAST_S = 0.002
 """A message that is there sooner gains nothing: what the kernel holds of a sum passes beside it."""
 _MOST_S = 0.1
 """A message that comes slowly holds no sum for longer."""
-_MOST_STOPPED_S = 1.0
+_MOST_STOPPED_S = 5.0
 """And no message for longer than this."""
+NEVER_DUE = 1 << 62
+"""Later than any message of a window."""
 _NEWEST_WEIGHT = 0.5
 """Of the newest measurement in the seconds for a byte that comes."""
 
@@ -68,12 +70,22 @@ class Asked(NamedTuple):
     with_messages: bool = False
 
 
-class _Coming(NamedTuple):
-    """A long message that comes by an entrance: when it is due, its bytes, and when it began."""
+@dataclass
+class _Coming:
+    """A long message that comes by an entrance.
+
+    Attributes:
+        is_asked: Whether its sender is asked to stop.
+        was_asked: Whether it was, so that nothing can be said of its rate.
+        is_resuming: Whether the sender may go on, and nothing has come since: it may be busy with others.
+    """
 
     due: int
     num_bytes: int
     since_s: float
+    is_asked: bool = False
+    was_asked: bool = False
+    is_resuming: bool = False
 
 
 class Holds:
@@ -87,6 +99,7 @@ class Holds:
         addresses: Those of the others, on this host or not.
         rate: Returns the bytes per second of what goes to a peer.
         summing: Returns the devices that send sums to this one.
+        apart: Devices on slow nodes, messages to which leave room in the port of this node.
         entrances: What messages of some senders share at this device's end; those that share it take turns.
     """
 
@@ -100,6 +113,7 @@ class Holds:
         secret: Secret,
         rate: Callable[[int], float],
         summing: Callable[[], Collection[int]],
+        apart: Collection[int] = (),
         entrances: Mapping[int, Hashable],
     ) -> None:
         self.end = end
@@ -107,6 +121,8 @@ class Holds:
         self._token = bytes.fromhex(own.token)
         self._secret = secret
         self._num_said = 0
+        self._saying = threading.Lock()
+        """Held while a notice gets its number and leaves."""
         self._last_of: dict[int, int] = {}
         """The number of the newest notice of each sender."""
         self._addresses = {
@@ -118,12 +134,13 @@ class Holds:
         self._summing = summing
         self._coming: set[int] = set()
         """The senders of long messages that are on their way."""
+        self._apart = apart
         self._entrances = entrances
         self._turns = threading.Lock()
         """Held by who changes what follows."""
         self._entering: dict[int, _Coming] = {}
-        self._stopped: set[int] = set()
-        """The senders that were asked to stop."""
+        self.resuming: set[int] = set()
+        """The senders that may go on, and of which nothing has come since."""
         self._byte_s: dict[int, float] = {}
         """Seconds for a byte of messages by sender, so far as they were not stopped."""
 
@@ -131,7 +148,7 @@ class Holds:
 
     def leaves(self, peer: int, num_bytes: int) -> None:
         """Say that a message begins to leave."""
-        if self._of_node and peer in self._far and (seconds := self._seconds(peer, num_bytes)):
+        if self._of_node and peer in self._far and peer not in self._apart and (seconds := self._seconds(peer, num_bytes)):
             for other in self._of_node:
                 self._say(other, _Say.LEAVES, seconds)
 
@@ -156,32 +173,46 @@ class Holds:
             self._enters(0.0)
         if (entrance := self._entrances.get(peer)) is not None:
             with self._turns:
-                came = self._entering.pop(peer, None)
-                if peer in self._stopped:
-                    self._go_on(peer)
-                elif came is not None:
+                came = self._entering.pop(peer)
+                self.resuming.discard(peer)
+                if came.is_asked:
+                    self._say(peer, _Say.STOP, 0.0)
+                if not came.was_asked:
                     byte_s = (time.monotonic() - came.since_s) / came.num_bytes
                     self._byte_s[peer] = _NEWEST_WEIGHT * byte_s + (1 - _NEWEST_WEIGHT) * self._byte_s.get(peer, byte_s)
                 self._take_turns(entrance)
 
+    def is_due(self, peer: int, due: int) -> None:
+        """Say when a message is due that has begun before that was known."""
+        with self._turns:
+            if (message := self._entering.get(peer)) is not None:
+                message.due = due
+                self._take_turns(self._entrances[peer])
+
+    def moves(self, peer: int) -> None:
+        """Say that bytes come of a sender that may go on."""
+        with self._turns:
+            self.resuming.discard(peer)
+            if (message := self._entering.get(peer)) is not None:
+                message.is_resuming = False
+                self._take_turns(self._entrances[peer])
+
     def _take_turns(self, entrance: Hashable) -> None:
         """Let what is due first come, and ask the others that share the entrance to stop."""
         entering = {peer: message for peer, message in self._entering.items() if self._entrances[peer] == entrance}
-        first = min((message.due for message in entering.values()), default=0)
+        first = min((message.due for message in entering.values() if not message.is_resuming), default=NEVER_DUE)
         # What one slot waits for comes together: stopping some of it would gain nothing.
         alone_s = sum(
             message.num_bytes * self._byte_s.get(peer, 1 / self._rate(peer)) for peer, message in entering.items() if message.due == first
         )
         for peer, message in entering.items():
             if message.due > first:
-                self._stopped.add(peer)
+                message.is_asked = message.was_asked = True
                 self._say(peer, _Say.STOP, min(_LONGER * alone_s, _MOST_STOPPED_S))
-            elif peer in self._stopped:
-                self._go_on(peer)
-
-    def _go_on(self, peer: int) -> None:
-        self._stopped.discard(peer)
-        self._say(peer, _Say.STOP, 0.0)
+            elif message.is_asked:
+                message.is_asked, message.is_resuming = False, True
+                self.resuming.add(peer)
+                self._say(peer, _Say.STOP, 0.0)
 
     def _enters(self, seconds: float) -> None:
         self._hold(seconds)
@@ -198,7 +229,7 @@ class Holds:
 
     def _say(self, other: int, what: _Say, seconds: float) -> None:
         token, address = self._addresses[other]
-        with suppress(OSError):  # it is closed, or the system has no room
+        with self._saying, suppress(OSError):  # it is closed, or the system has no room
             self._num_said += 1
             notice = _NOTICE.pack(self._device, what, seconds, self._num_said)
             self.end.sendto(self._proof(token, notice) + notice, address)

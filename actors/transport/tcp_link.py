@@ -34,8 +34,6 @@ _MOST_BYTES = 1 << 20
 """What is read from a connection before the others have their turn."""
 _SCRATCH_BYTES = 256 << 10
 """Numbers are added in pieces that a core's cache holds, and a reader is woken when so many have come, or the chunk: each wake costs."""
-NEVER_DUE = 1 << 62
-"""Later than any message of a window."""
 MOST_NOTED = 4096
 """Chunks of a window whose departures and receipts are kept, the newest."""
 
@@ -66,7 +64,7 @@ class MessageSink(Protocol):
     """The receiving end of a channel; called by who holds the lock of the link.
 
     Attributes:
-        due: See `Expected`, of the message that comes; `NEVER_DUE` if it was not announced, as one of the next window.
+        due: See `Expected`, of the message that comes; `tcp_holds.NEVER_DUE` if it was not announced, as one of the next window.
     """
 
     due: int
@@ -261,6 +259,8 @@ class Link:
             self._lose(CLOSED_BY_PEER)
             return 0
         self.moved_s = time.monotonic()
+        if self.holds is not None and self.peer in self.holds.resuming:
+            self.holds.moves(self.peer)
         try:
             self._wanted = self._reading.send(count)
         except Exception as error:  # a reader must not end without a word: all waits would last

@@ -26,6 +26,7 @@ class Port:
         connections: tcp.Connections,
         communication: Communication,
         ways: Mapping[int, Hashable] | None,
+        apart: Collection[int],
         entrances: Mapping[int, Hashable],
     ) -> None:
         self.device = device
@@ -46,6 +47,7 @@ class Port:
             connections.addresses,
             secret=connections.secret,
             rate=self._bytes_per_s,
+            apart=apart,
             entrances=entrances,
             summing=lambda: [peer for peer, link in self.links.items() if link.is_summing],
         )
@@ -65,10 +67,12 @@ class Port:
         host_ip: str | None,
         communication: Communication,
         ways: Mapping[int, Hashable] | None,
+        apart: Collection[int],
         entrances: Mapping[int, Hashable],
     ) -> Port:
         """Connect with peers; `others` have ports, too. Raises as `ProcessTransport.connect`."""
-        port = cls(rendezvous.device, tcp.connect(rendezvous, peers, others=others, host_ip=host_ip), communication, ways, entrances)
+        connections = tcp.connect(rendezvous, peers, others=others, host_ip=host_ip)
+        port = cls(rendezvous.device, connections, communication, ways, apart, entrances)
         try:
             rendezvous.aborting.add(port.links.values())
         except BaseException:

@@ -232,10 +232,9 @@ class Way:
 
     def _resumed(self) -> Link | None:
         """Return the peer whose chunk goes on next: a message, what is in the way of one, or anything if no message can leave."""
+        if begun := self._messages_paused():
+            return min(begun, key=lambda link: begun[link].entry.sequence)
         paused = {link: frame for link, frame in self.paused.items() if link not in self.stopped}
-        begun = [link for link, frame in paused.items() if frame.entry.traffic is Traffic.MESSAGE]
-        if begun:
-            return min(begun, key=lambda link: paused[link].entry.sequence)
         messages = {entry.link for entry in self.queue if entry.traffic is Traffic.MESSAGE} - self.aside.keys() - self.stopped
         if not messages <= paused.keys():
             return None
@@ -244,15 +243,21 @@ class Way:
     @property
     def has_work(self) -> bool:
         """Whether something could leave."""
-        return bool(self.queue) or any(link not in self.held and link not in self.stopped for link in self.paused)
+        paused = self.paused.keys() - self.stopped - self.held
+        return bool(self.queue or paused or self._messages_paused())
 
     def make_way(self) -> None:
         """Stop a chunk of a sum in the middle if a message to another peer waits."""
         active = self.active
         if active is None or active.entry.link in self.paused or not self._may_pause(active):
             return
-        if any(entry.traffic is Traffic.MESSAGE and entry.link is not active.entry.link and self._may_begin(entry) for entry in self.queue):
+        others = (entry for entry in self.queue if entry.traffic is Traffic.MESSAGE and entry.link is not active.entry.link)
+        if any(map(self._may_begin, others)) or self._messages_paused():
             self._pause(active)
+
+    def _messages_paused(self) -> dict[Link, Frame]:
+        """Return the messages that have stopped in the middle and may go on."""
+        return {link: frame for link, frame in self.paused.items() if frame.entry.traffic is Traffic.MESSAGE and link not in self.stopped}
 
     def _may_pause(self, frame: Frame) -> bool:
         return self.communication.scheduled and frame.entry.traffic is not Traffic.MESSAGE

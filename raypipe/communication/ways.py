@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
+from operator import itemgetter
 from typing import TypeVar
 
 from raypipe.communication.paths import LinkPath, PathOf
@@ -30,13 +31,14 @@ class Wiring:
     entrances: tuple[Mapping[int, int], ...] = ()
 
     @classmethod
-    def between(cls, num_devices: int, path: PathOf, patterns: Mapping[tuple[int, ...], Pattern]) -> Wiring:
-        """Return the wiring of devices between which there are these paths, of infinite latency where they cannot communicate."""
-        devices = range(num_devices)
-        wires = tuple(ways({other: path(device, other) for other in devices if other != device}) for device in devices)
-        return cls(
-            patterns, wires, tuple(entrances({other: path(other, device) for other in devices if other != device}) for device in devices)
-        )
+    def between(
+        cls, pairs: Collection[tuple[int, int]], num_devices: int, path: PathOf, patterns: Mapping[tuple[int, ...], Pattern]
+    ) -> Wiring:
+        """Return the wiring for the pairs (source, target) that send; `path` is the path between two devices."""
+        targets, sources = ([dict[int, LinkPath]() for _ in range(num_devices)] for _ in range(2))
+        for source, target in sorted(pairs):
+            targets[source][target] = sources[target][source] = path(source, target)
+        return cls(patterns, tuple(map(ways, targets)), tuple(map(entrances, sources)))
 
 
 def entrances(paths: Mapping[K, LinkPath]) -> dict[K, int]:
@@ -50,65 +52,56 @@ def ways(paths: Mapping[K, LinkPath], *, by_port: bool = True) -> dict[K, int]:
     """Return the number of the way to each peer of a device, by the path to it.
 
     Paths that share a limited link, or on request the port of the node, or lead to one that does, have the same way. Those that are much
-    slower than the others have one of their own (`_apart`), so that nobody waits for a slow receiver.
+    slower than what they share have one of their own, with a negative number (`_apart`), so that nobody waits for a slow receiver.
     """
-    number_of: dict[K, int] = {}
-    by_number: dict[int, list[K]] = {}
     shared = {peer: path.bottlenecks if by_port else [name for name, _ in path.resources] for peer, path in paths.items()}
-    for peer, number in _joined(shared).items():
-        by_number.setdefault(number, []).append(peer)
-    for number, peers in enumerate(chain.from_iterable(_apart(paths, joined, shared) for joined in by_number.values())):
+    number_of: dict[K, int] = {}
+    num_apart = 0
+    for number, peers in enumerate(_joined(shared)):
+        apart = _apart(paths, peers, shared) if len(peers) > 1 else []
         number_of |= dict.fromkeys(peers, number)
+        for group in apart:
+            num_apart += 1
+            number_of |= dict.fromkeys(group, -num_apart)
     return number_of
 
 
-def _joined(resources: Mapping[K, Collection[str]]) -> dict[K, int]:
-    number_of: dict[K, int] = {}
+def _joined(resources: Mapping[K, Collection[str]]) -> list[list[K]]:
     members: dict[int, list[K]] = {}
     holders: dict[str, int] = {}
-    for peer, names in resources.items():
+    for number, (peer, names) in enumerate(resources.items()):
         joined = sorted({holders[name] for name in names if name in holders})
-        number = joined[0] if joined else len(number_of)
-        members.setdefault(number, []).append(peer)
+        first = joined[0] if joined else number
+        members.setdefault(first, []).append(peer)
         for other in joined[1:]:
-            members[number] += members.pop(other)
-            holders = {name: number if holder == other else holder for name, holder in holders.items()}
-        holders |= dict.fromkeys(names, number)
-        number_of |= dict.fromkeys(members[number], number)
-    return number_of
+            members[first] += members.pop(other)
+            holders = {name: first if holder == other else holder for name, holder in holders.items()}
+        holders |= dict.fromkeys(names, first)
+    return list(members.values())
 
 
 def _apart(paths: Mapping[K, LinkPath], peers: Sequence[K], shared: Mapping[K, Sequence[str]]) -> list[list[K]]:
-    """Divide the peers behind one bottleneck: first those that take turns, then each node that is reached beside them.
+    """Return those of the peers behind one bottleneck that are sent to beside the others; those that share more of the way together.
 
     In turn, a message that passes a slow link keeps the whole bottleneck for as long. It does not where it is beside others, and shares of
     a bottleneck are fair: a transfer that needs no more than half of it is as quick beside one other transfer as alone. So slow nodes are
-    set apart, the slowest first, as long as together they need half of what they share with others, or no more than the others leave.
+    set apart, the slowest first, as long as together they need half of the bottleneck, or no more than the others leave.
     """
-    groups: dict[tuple[tuple[str, float], ...], list[K]] = {}
-    for peer in peers:
-        groups.setdefault(tuple(paths[peer].resources), []).append(peer)
-    if len(groups) == 1:
-        return [list(peers)]
-    in_turn = sorted(groups.values(), key=lambda group: paths[group[0]].bandwidth_bytes_per_s)
-    limits: dict[str, float] = {}
-    rates: dict[str, list[float]] = {}
-    for group in in_turn:
-        path = paths[group[0]]
-        bandwidths = dict(path.resources)
-        for name in shared[group[0]]:
-            # Nobody has said how quick a port is: as quick as the quickest path.
-            limits[name] = max(limits.get(name, 0.0), bandwidths.get(name, path.bandwidth_bytes_per_s))
-            rates.setdefault(name, []).append(path.bandwidth_bytes_per_s)
+    num_sharing = Counter(chain.from_iterable(shared[peer] for peer in peers))
+    common = {name for name, count in num_sharing.items() if count == len(peers)}
+    groups = _joined({peer: [name for name in shared[peer] if name not in common] for peer in peers})
+    if not common or len(groups) == 1:
+        return []
+    rated = sorted(((max(paths[peer].bandwidth_bytes_per_s for peer in group), group) for group in groups), key=itemgetter(0))
+    quickest = rated[-1][0]
+    bandwidths = [dict(paths[peer].resources) for peer in peers]
+    # Nobody has said how quick a port is: as quick as the quickest path.
+    limit = min(max(of_path.get(name, quickest) for of_path in bandwidths) for name in common)
     apart: list[list[K]] = []
-    needed = dict.fromkeys(limits, 0.0)
-    for group in list(in_turn):
-        rate = paths[group[0]].bandwidth_bytes_per_s
-        names = [name for name in shared[group[0]] if len(rates[name]) > 1]
-        left = {name: limits[name] - rates[name][-2 if rates[name][-1] == rate else -1] for name in names}
-        if rate < math.inf and all(needed[name] + rate <= max(limits[name] / 2, left[name]) for name in names):
-            in_turn.remove(group)
+    needed = 0.0
+    for position, (rate, group) in enumerate(rated):
+        of_others = quickest if position < len(rated) - 1 else rated[-2][0]
+        if rate < math.inf and needed + rate <= max(limit / 2, limit - of_others):
             apart.append(group)
-            needed |= {name: needed[name] + rate for name in names}
-    kept = {peer for group in in_turn for peer in group}
-    return [[peer for peer in peers if peer in kept], *apart] if kept else apart
+            needed += rate
+    return apart

@@ -29,7 +29,7 @@ class Flow:
         on_end: Called with the time at which the last byte has left.
         begun_s: Time at which the first byte left.
         left: Bytes that have not left; it leaves its links when these are `stop`.
-        holding: Links that sums leave to it, if it is a message.
+        holding: Links that sums leave to it if it is a message, and that it leaves to messages if it is of a sum.
         entrance: What messages to one device share, of which the one that is due first goes first; `None` if nothing.
         due: See `CompiledOrder.due`.
     """
@@ -94,8 +94,8 @@ class Network:
     ) -> None:
         """Send bytes over a path of limited bandwidth; `on_end` gets the times at which the first and the last byte left.
 
-        Sums leave the links `holding` to a message, all of its path by default. Of messages with the same `entrance`, the one with the
-        least `due` goes first.
+        Sums make way for messages on links that are `holding` for both, by default all of their paths. Of messages with the same
+        `entrance`, the one with the least `due` goes first.
         """
         holding = [name for name, _ in path.resources] if holding is None else holding
         transfer = Transfer(traffic, deadline, next(self._sequence), 0, math.ceil(num_bytes))
@@ -167,7 +167,7 @@ class Network:
     def _is_held(self, flow: Flow) -> bool:
         if flow.transfer.traffic is Traffic.MESSAGE:
             return any(other.due < flow.due for other in self._entering.get(flow.entrance, ()))
-        return any(self._messages[resource] for resource, _ in flow.path.resources)
+        return any(self._messages[resource] for resource in flow.holding)
 
     def _hold(self, message: Flow, now_s: float) -> None:
         """Have sums leave the links of a message, and messages that are due later its entrance."""
@@ -180,7 +180,7 @@ class Network:
         for resource in message.holding:
             self._messages[resource] += 1
             for flow in self._passing.get(resource, ()):
-                if flow.transfer.traffic is not Traffic.MESSAGE:
+                if flow.transfer.traffic is not Traffic.MESSAGE and resource in flow.holding:
                     self._stop(flow, now_s)
 
     def _release(self, message: Flow, now_s: float) -> None:
@@ -193,10 +193,11 @@ class Network:
                     self._advance(flow, now_s)
                     flow.stop = 0.0
                     self._schedule(flow)
-                    if any(other.transfer < flow.transfer for other in self._ways[flow.way].queue):
+                    is_message = flow.transfer.traffic is Traffic.MESSAGE
+                    if not is_message and any(other.transfer < flow.transfer for other in self._ways[flow.way].queue):
                         self._interrupt(flow, now_s)
         held, self._held = self._held, {}
-        for of_way in held:
+        for of_way in sorted(held, key=lambda of_way: min(flow.due for flow in of_way.queue)):
             self._next(of_way, now_s)
 
     def _begin(self, flow: Flow, now_s: float) -> None:

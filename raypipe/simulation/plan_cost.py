@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from raypipe.artifacts.cut import Cut
@@ -12,10 +12,11 @@ from raypipe.artifacts.plan import Plan
 from raypipe.artifacts.profile import LayerProfile, LayerTimes, ModelProfile, held_once, most_working_bytes
 from raypipe.artifacts.topology import ClusterTopology, Device, Overheads, Path
 from raypipe.communication.buckets import buckets, num_buckets
-from raypipe.communication.patterns import Pattern
+from raypipe.communication.patterns import Pattern, ring
 from raypipe.communication.ways import Wiring
+from raypipe.schedules.collectives import Start
 from raypipe.schedules.ir import OpKind, Schedule, StageReplica
-from raypipe.schedules.lower import DeviceProgram, Placement, lower
+from raypipe.schedules.lower import DeviceProgram, Placement, Recv, lower
 from raypipe.schedules.metrics import metrics
 from raypipe.schedules.passes import recomputed_stages
 from raypipe.simulation.cost import Cost, LayerCost, SharedCompute, StageCost
@@ -66,11 +67,18 @@ def plan_cost(plan: Plan, *, state_bytes_per_parameter_byte: float = STATE_BYTES
     )
 
 
-def plan_wiring(plan: Plan, patterns: Mapping[tuple[int, ...], Pattern]) -> Wiring:
-    """Return how what the devices of a plan send goes, with these patterns of sums."""
-    return Wiring.between(
-        len(plan.devices), lambda source, target: plan.topology.reach(plan.devices[source], plan.devices[target]), patterns
-    )
+def plan_wiring(plan: Plan, programs: Iterable[DeviceProgram], patterns: Mapping[tuple[int, ...], Pattern]) -> Wiring:
+    """Return how what a plan's programs send goes, with these patterns of sums; where left out, a ring."""
+    devices, reach = plan.devices, plan.topology.reach
+    pairs: set[tuple[int, int]] = set()
+    groups: set[tuple[int, ...]] = set()
+    for program in programs:
+        pairs |= {(item.device, program.device) for item in program.items if isinstance(item, Recv)}
+        groups |= {item.collective.devices for item in program.items if isinstance(item, Start)}
+    for members in groups:
+        pattern = patterns.get(members) or ring(range(len(members)))
+        pairs |= {(members[hop.source], members[hop.target]) for loads in pattern.loads for hop in loads if hop.source != hop.target}
+    return Wiring.between(pairs, len(devices), lambda source, target: reach(devices[source], devices[target]), patterns)
 
 
 def layout_cost(

@@ -228,7 +228,7 @@ class OrderTransfers:
         )
 
     def _links_held(self) -> Iterator[tuple[tuple[int, int], tuple[str, ...]]]:
-        """Yield for each pair the links that a message needs for itself: others pass the sender's port beside it if it has room."""
+        """Yield for each pair the links that messages and sums take turns on: what a slow node gets passes the sender's port beside all."""
         ways_on: dict[tuple[int, str], set[int]] = {}
         for (source, target), way in self._message_ways.items():
             for name in self.cost.path(source, target).bottlenecks:
@@ -297,6 +297,7 @@ class OrderTransfers:
             deadline=total.deadlines.get(hop.source, 0),
             on_end=partial(self._passed, number, total, hop, on_end),
             not_before_s=max(self._behind_messages_s(hop.path), self._left_s.get(port, 0.0) if port else 0.0),
+            holding=self._holding[hop.source, hop.target],
         )
 
     def _passed(self, number: int, total: _Sum, hop: _Hop, on_end: OnEnd, begun_s: float, now_s: float) -> None:

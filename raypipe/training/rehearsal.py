@@ -130,7 +130,7 @@ def rehearse(
     traces: list[Trace] = []
     with actors as coordinator:
         coordinator.build([scaled.order(device) for device in range(len(plan.devices))])
-        wiring = plan_wiring(plan, SumPatterns(scaled.cost, programs, exact=True).patterns)
+        wiring = plan_wiring(plan, programs, SumPatterns(scaled.cost, programs, exact=True).patterns)
         coordinator.connect({"rehearse": programs}, scaled.cut, wiring=wiring)
         if coordinator.channel_text:
             notice(f"messages between devices: {coordinator.channel_text}")

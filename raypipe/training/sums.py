@@ -33,8 +33,9 @@ class SumAdaptation:
     def begin(self, programs: Programs) -> Wiring:
         """Return how what the programs of the strategy's plan send begins to go."""
         plan = self.strategy.plan
-        self._sums = SumPatterns(plan_cost(plan), itertools.chain(*programs.values()), exact=self.exact)
-        return plan_wiring(plan, self._sums.patterns)
+        of_devices = list(itertools.chain(*programs.values()))
+        self._sums = SumPatterns(plan_cost(plan), of_devices, exact=self.exact)
+        return plan_wiring(plan, of_devices, self._sums.patterns)
 
     def after_window(self, *, update: int) -> None:
         """Choose again after a window."""

@@ -20,6 +20,13 @@ def test_what_leaves_over_stated_wires_waits_for_nothing_on_another() -> None:
     assert ways[3] == ways[4], "they share a bottleneck"
 
 
+def test_negative_numbers_are_those_of_slow_nodes() -> None:
+    order = connect(wires=({1: 0, 2: -1, 3: 0, 4: -2},))
+    assert order.apart(0) == {2, 4}
+    assert connect(wires=()).apart(0) == set()
+    assert len({order.ways(0)[peer] for peer in (2, 3, 4)}) == 3
+
+
 def connect(*, wires: tuple[Mapping[int, int], ...]) -> ConnectOrder:
     return ConnectOrder(
         names=("a", "b", "c", "d", "e"),

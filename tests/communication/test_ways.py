@@ -94,4 +94,5 @@ def test_stated_links_are_wires_of_their_own_unless_they_share_a_bottleneck() ->
 
 def wiring_of(topology: ClusterTopology, devices: Sequence[int]) -> Wiring:
     names = [topology.devices[device].name for device in devices]
-    return Wiring.between(len(names), lambda source, target: topology.reach(names[source], names[target]), {})
+    pairs = [(source, target) for source in range(len(names)) for target in range(len(names)) if source != target]
+    return Wiring.between(pairs, len(names), lambda source, target: topology.reach(names[source], names[target]), {})

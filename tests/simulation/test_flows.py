@@ -66,6 +66,9 @@ class Clock:
         way: object = 0,
         traffic: Traffic = Traffic.SUM,
         deadline: int = 0,
+        entrance: object = None,
+        due: int = 0,
+        holding: Sequence[str] | None = None,
     ) -> None:
         self.until(now_s)
 
@@ -73,7 +76,18 @@ class Clock:
             self.begins[name], self.ends[name] = begun_s, end_s
 
         path = path or Path(0.0, LINK, tuple((link, LINK) for link in links))
-        self.network.submit(way, path, num_bytes, now_s, traffic=traffic, deadline=deadline, on_end=end)
+        self.network.submit(
+            way,
+            path,
+            num_bytes,
+            now_s,
+            traffic=traffic,
+            deadline=deadline,
+            on_end=end,
+            entrance=entrance,
+            due=due,
+            holding=holding,
+        )
 
 
 def test_a_flow_alone_takes_the_whole_link() -> None:
@@ -154,6 +168,43 @@ def test_a_sum_leaves_a_link_that_a_message_of_another_device_passes() -> None:
     clock.until(10.0)
     assert clock.ends["message"] == pytest.approx(0.1 + 0.1 + HOLD_S)
     assert clock.ends["sum"] == pytest.approx(1.1)
+
+
+def test_the_message_that_is_due_first_has_the_entrance_to_itself() -> None:
+    clock = Clock(Communication())
+    clock.submit("later", 1e6, links=("one", "in"), way=1, traffic=Traffic.MESSAGE, entrance="in", due=5)
+    clock.submit("first", 1e6, 0.1, links=("two", "in"), way=2, traffic=Traffic.MESSAGE, entrance="in", due=3)
+    clock.submit("last", 1e6, 0.2, links=("three", "in"), way=3, traffic=Traffic.MESSAGE, entrance="in", due=7)
+    clock.until(math.inf)
+    # What the kernel holds of the one that stops still passes.
+    assert clock.ends == pytest.approx({"first": 1.1 + HOLD_S, "later": 2.0, "last": 3.0}, abs=1e-3)
+
+
+def test_what_one_slot_waits_for_shares_the_entrance() -> None:
+    clock = Clock(Communication())
+    clock.submit("one", 1e6, links=("one", "in"), way=1, traffic=Traffic.MESSAGE, entrance="in", due=3)
+    clock.submit("two", 1e6, links=("two", "in"), way=2, traffic=Traffic.MESSAGE, entrance="in", due=3)
+    clock.until(math.inf)
+    assert clock.ends == pytest.approx({"one": 2.0, "two": 2.0})
+
+
+def test_while_a_message_is_stopped_its_sender_sends_to_others() -> None:
+    clock = Clock(Communication())
+    clock.submit("later", 1e6, links=("out", "in"), traffic=Traffic.MESSAGE, entrance="in", due=5)
+    clock.submit("elsewhere", 1e6, links=("out", "other"), traffic=Traffic.MESSAGE)
+    clock.submit("first", 1e6, 0.5, links=("two", "in"), way=2, traffic=Traffic.MESSAGE, entrance="in", due=3)
+    clock.until(math.inf)
+    # What the kernel holds of the one that stops passes at half of the rate, beside the first.
+    assert clock.ends == pytest.approx({"first": 1.5 + HOLD_S, "elsewhere": 1.5 + 2 * HOLD_S, "later": 2.0 + HOLD_S})
+
+
+def test_sums_do_not_leave_a_port_to_a_message_that_leaves_room_there() -> None:
+    clock = Clock(Communication())
+    slow = Path(0.0, LINK / 10, (("port", LINK), ("slow", LINK / 10)))
+    clock.submit("sum", 9e5, links=("port", "one"))
+    clock.submit("message", 1e5, path=slow, way=1, traffic=Traffic.MESSAGE, holding=("slow",))
+    clock.until(math.inf)
+    assert clock.ends == pytest.approx({"sum": 1.0, "message": 1.0})
 
 
 def test_a_message_that_is_over_sooner_holds_nothing() -> None:

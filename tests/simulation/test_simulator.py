@@ -399,6 +399,28 @@ def test_a_message_that_waits_for_its_senders_port_keeps_no_receiver_waiting() -
     assert computed[2, "1F2@2"] == [7, 8]
 
 
+def test_a_message_to_a_slow_node_leaves_the_port_to_others() -> None:
+    """Device 0 sends to 1, which takes 1 byte a second, and then to 2, which takes 5 as the port of 0 does."""
+    ports = [
+        SharedLink(name=name, bandwidth_bytes_per_s=rate, members=members)
+        for name, rate, members in (
+            ("out", 5.0, (("node0", "node1"), ("node0", "node2"))),
+            ("slow", 1.0, (("node0", "node1"),)),
+        )
+    ]
+    nodes = tuple(Node(name=f"node{index}", devices=(TopologyDevice(f"device{index}", "cpu"),)) for index in range(3))
+    topology = ClusterTopology(name="ports", nodes=nodes, shared_links=tuple(ports), default_link=NodeLink(latency_s=0.0))
+    schedule = evaluation(handwritten.opposite_pipelines(2), num_microbatches=1)
+    first, second = ([Op(OpKind.FORWARD, stage, pipeline, pipeline) for pipeline in range(2)] for stage in range(2))
+    programs = (tuple(first), (second[0],), (second[1],))
+    sent = replace(schedule, pipelines=((0, 1), (0, 2)), programs=programs, num_microbatches=2)
+    validate(sent)
+    computed = times(linked(sent, by_name(topology)))
+    assert computed[1, "1F0"] == [11, 12], "10 bytes at 1 a second"
+    # At 4 bytes a second beside those; in turn, it would begin at 13.
+    assert computed[2, "1F1@1"] == pytest.approx([4.5, 5.5])
+
+
 def test_two_devices_of_a_node_share_the_wire_to_another_node() -> None:
     """Replicas split the rows: both halves pass the wire together."""
     nodes = (

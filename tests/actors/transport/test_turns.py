@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from raypipe.actors.transport.secret import Secret
-from raypipe.actors.transport.tcp_holds import Address, Asked, Holds
+from raypipe.actors.transport.tcp_holds import NEVER_DUE, Address, Asked, Holds
 from raypipe.actors.transport.tcp_link import Link
 from raypipe.actors.transport.tcp_way import Way
 from raypipe.communication.policy import Communication, Traffic
@@ -239,6 +239,33 @@ def test_of_two_messages_that_share_an_entrance_the_one_that_is_due_first_comes_
     assert stop.peer == 2
     assert stop.seconds == pytest.approx(1.5 * LONG / BYTES_PER_S)
     three[2].has_come(1)
+    assert stops(three[0]) == [Asked(2, 0.0, with_messages=True)]
+
+
+def test_a_message_that_takes_longer_than_any_hold_is_held_for(three: list[Holds]) -> None:
+    assert three[2].comes(0, 100 * LONG, due=0)
+    (request,) = asked(three[1])
+    assert 0.05 < request.seconds <= 0.1
+
+
+def test_nobody_stops_for_a_message_whose_sender_is_busy_with_others(three: list[Holds]) -> None:
+    assert three[2].comes(0, LONG, due=5)
+    assert three[2].comes(1, LONG, due=3)
+    three[2].has_come(1)
+    assert len(stops(three[0])) in {1, 2}
+    assert three[2].resuming == {0}
+    assert three[2].comes(1, LONG, due=7)
+    time.sleep(0.02)
+    assert not [request for request in three[1].asked() if request.with_messages]
+    three[2].moves(0)
+    assert [request.peer for request in stops(three[1])] == [2]
+
+
+def test_a_message_that_came_before_its_window_gets_its_turn_when_that_opens(three: list[Holds]) -> None:
+    assert three[2].comes(0, LONG, due=NEVER_DUE)
+    assert three[2].comes(1, LONG, due=3)
+    assert [request.peer for request in stops(three[0])] == [2]
+    three[2].is_due(0, 0)
     assert stops(three[0]) == [Asked(2, 0.0, with_messages=True)]
 
 
