@@ -77,7 +77,6 @@ class _Coming:
     Attributes:
         is_asked: Whether its sender is asked to stop.
         was_asked: Whether it was, so that nothing can be said of its rate.
-        is_resuming: Whether the sender may go on, and nothing has come since: it may be busy with others.
     """
 
     due: int
@@ -85,7 +84,6 @@ class _Coming:
     since_s: float
     is_asked: bool = False
     was_asked: bool = False
-    is_resuming: bool = False
 
 
 class Holds:
@@ -140,7 +138,7 @@ class Holds:
         """Held by who changes what follows."""
         self._entering: dict[int, _Coming] = {}
         self.resuming: set[int] = set()
-        """The senders that may go on, and of which nothing has come since."""
+        """The senders that may go on, and of which nothing has come since: they may be busy with others."""
         self._byte_s: dict[int, float] = {}
         """Seconds for a byte of messages by sender, so far as they were not stopped."""
 
@@ -193,14 +191,12 @@ class Holds:
         """Say that bytes come of a sender that may go on."""
         with self._turns:
             self.resuming.discard(peer)
-            if (message := self._entering.get(peer)) is not None:
-                message.is_resuming = False
-                self._take_turns(self._entrances[peer])
+            self._take_turns(self._entrances[peer])
 
     def _take_turns(self, entrance: Hashable) -> None:
         """Let what is due first come, and ask the others that share the entrance to stop."""
         entering = {peer: message for peer, message in self._entering.items() if self._entrances[peer] == entrance}
-        first = min((message.due for message in entering.values() if not message.is_resuming), default=NEVER_DUE)
+        first = min((message.due for peer, message in entering.items() if peer not in self.resuming), default=NEVER_DUE)
         # What one slot waits for comes together: stopping some of it would gain nothing.
         alone_s = sum(
             message.num_bytes * self._byte_s.get(peer, 1 / self._rate(peer)) for peer, message in entering.items() if message.due == first
@@ -208,9 +204,10 @@ class Holds:
         for peer, message in entering.items():
             if message.due > first:
                 message.is_asked = message.was_asked = True
+                self.resuming.discard(peer)
                 self._say(peer, _Say.STOP, min(_LONGER * alone_s, _MOST_STOPPED_S))
             elif message.is_asked:
-                message.is_asked, message.is_resuming = False, True
+                message.is_asked = False
                 self.resuming.add(peer)
                 self._say(peer, _Say.STOP, 0.0)
 

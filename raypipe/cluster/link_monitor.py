@@ -88,16 +88,20 @@ class LinkWatch:
         if now_s - self._probed_at_s < _BETWEEN_S:
             return None
         idle = self.estimate.idle(now_s=now_s, older_than_s=IDLE_S)
-        pair = next((pair for pair in idle if now_s - self._tried_at_s.get(pair, -_RETRY_S) >= _RETRY_S), None)
+        pair = next((pair for pair in idle if not self._has_just_failed(pair, now_s=now_s)), None)
         if pair is not None:
             self._probed_at_s = now_s
         return pair
 
     def doubted(self, *, now_s: float) -> list[NodePair]:
         """Return the links whose latency may have changed in the last window, and which were not probed for that just before."""
-        pairs = [pair for pair in self._doubted if now_s - self._doubted_at_s.get(pair, -_BETWEEN_S) >= _BETWEEN_S][:_MOST_DOUBTED]
+        rested = (pair for pair in self._doubted if now_s - self._doubted_at_s.get(pair, -_BETWEEN_S) >= _BETWEEN_S)
+        pairs = [pair for pair in rested if not self._has_just_failed(pair, now_s=now_s)][:_MOST_DOUBTED]
         self._doubted_at_s |= dict.fromkeys(pairs, now_s)
         return pairs
+
+    def _has_just_failed(self, pair: NodePair, *, now_s: float) -> bool:
+        return now_s - self._tried_at_s.get(pair, -_RETRY_S) < _RETRY_S
 
     def devices(self, pair: NodePair) -> tuple[int, int]:
         """Return the devices that probe a link: after each failure others, as those may be dead."""

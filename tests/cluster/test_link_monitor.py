@@ -170,6 +170,18 @@ def test_a_link_that_changes_in_the_middle_of_a_window_is_probed_and_keeps_its_r
     assert watch.estimate.links[NODES].bandwidth_bytes_per_s == told, "the chunks tell more"
 
 
+def test_a_link_whose_probe_has_failed_is_not_probed_again_soon() -> None:
+    watch = watching()
+    watch.probed(NODES, pinged(2e7), now_s=0.0)
+    watch.observe(carried(0.03), [], NODES, began_s=1.0, now_s=1.0)
+    assert watch.doubted(now_s=1.0) == [NODES]
+    watch.failed(NODES, "no answer", now_s=6.0)
+    watch.observe(carried(0.06), [], NODES, began_s=40.0, now_s=40.0)
+    assert watch.doubted(now_s=40.0) == []
+    watch.observe(carried(0.12), [], NODES, began_s=610.0, now_s=610.0)
+    assert watch.doubted(now_s=610.0) == [NODES]
+
+
 def test_a_run_on_one_node_watches_nothing() -> None:
     watch = LinkWatch(run="test", nodes=["10.0.0.1"] * 2, now_s=0.0)
     watch.observe(Trace("none", Source.MEASURED, (), 1, ()), [], [], began_s=0.0, now_s=1e6)

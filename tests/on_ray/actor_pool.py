@@ -45,7 +45,9 @@ class ActorPool:
             idle[nodes[device]].append(actor)
         actors = [idle[node].pop() for node in nodes]
         for device, (actor, slot, of_device) in enumerate(zip(actors, slots, stages, strict=True)):
-            actor.assign.remote(Identity(run=run, device=device, name=slot.name, stages=of_device))
+            identity = Identity(run=run, device=device, name=slot.name, stages=of_device)
+            actor.assign.remote(identity)
+            actor.use_device.remote(identity, 0.0, None)  # as if it had been launched for that slot: probes of links call it by its number
         return actors
 
     def take_back(self, members: Sequence[Member]) -> None:
