@@ -18,6 +18,8 @@ beyond their waits, from one rehearsal. But in the cases of own and unlike wires
     ports in turns    a pipeline on five nodes, each behind a port: one node sends in turns to two, which also take gradients by their ports
     slow receiver     a pipeline on four nodes, each behind a port: one node sends to three, of which one has a tenth of the bandwidth
     ports both ways   a pipeline of five nodes, each behind a port, which takes activations and gradients at once
+    node ports        a pipeline of six devices on three nodes of two, each behind a port; `copies`: three stages of two copies there;
+                      `slow`: two stages, of which the second has a copy behind a port of a tenth
     four chunks       interleaved on two workers of two nodes each: a worker's chunks sum over one wire
     cnn, planned      VGG-16 (PipeDream's profile; bytes over 40, seconds times 4) on four nodes of two devices: raypipe's plan
     cnn, copies       the same as data parallelism, its sums in buckets that overlap the last backward
@@ -241,6 +243,31 @@ CASES = {
         Layout((0, 1, 3), ((0,), (1, 2, 3)), "zb-h1", ahead=(3, 0)),
         has_ports=True,
         slow_port=3,
+    ),
+    "node ports": Case(
+        partial(_uniform, 6, output_bytes=600_000, parameter_bytes=200_000),
+        3,
+        2,
+        12,
+        Layout(tuple(range(7)), ((0,), (2,), (4,), (1,), (3,), (5,)), "zb-h2"),
+        has_ports=True,
+    ),
+    "node ports, copies": Case(
+        partial(_uniform, 3, output_bytes=1_000_000, parameter_bytes=500_000),
+        3,
+        2,
+        8,
+        Layout((0, 1, 2, 3), ((0, 1), (2, 3), (4, 5)), "zb-h1"),
+        has_ports=True,
+    ),
+    "node ports, slow": Case(
+        partial(_uniform, 3, output_bytes=600_000, parameter_bytes=500_000),
+        3,
+        2,
+        8,
+        Layout((0, 1, 3), ((0, 1), (2, 4)), "zb-h1", ahead=(3, 0)),
+        has_ports=True,
+        slow_port=2,
     ),
     "four chunks": Case(
         partial(_uniform, 8, output_bytes=100_000, parameter_bytes=4_000_000),

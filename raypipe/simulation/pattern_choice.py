@@ -170,11 +170,11 @@ def _by_nodes(
 
 def _by_way(source: int, targets: Iterable[int], nodes: Sequence[Hashable], path: PathOf) -> Iterable[list[int]]:
     """Return the members to whom one sends, those of its node together and others by the way out of the node."""
-    found: dict[int, list[int]] = {}
+    found: dict[int | None, list[int]] = {}
     outside = {target: path(source, target) for target in targets if nodes[target] != nodes[source]}
     way_of = ways(outside) if len(outside) > 1 else dict.fromkeys(outside, 0)
     for target in targets:
-        found.setdefault(way_of.get(target, -1), []).append(target)
+        found.setdefault(way_of.get(target), []).append(target)
     return found.values()
 
 

@@ -149,6 +149,14 @@ def test_a_member_sends_to_one_after_the_other_by_a_port_and_to_all_at_once_over
     assert sum_time(ring(range(4)), nodes, path).s_per_byte == pytest.approx(2 * 3 / 4 / RATE)
 
 
+def test_what_goes_to_a_slow_node_does_not_wait_for_what_stays_within_the_node() -> None:
+    behind = cluster(3, devices=2, ports={1: RATE / 10})
+    slow = NodeLink(bandwidth_bytes_per_s=RATE / 100, latency_s=LATENCY_S)
+    within = replace(behind, nodes=(replace(behind.nodes[0], link=slow), *behind.nodes[1:]))
+    nodes, path = members_of(within, ["n0/0", "n0/1", "n1/0", "n2/0"])
+    assert sum_time(direct(range(4)), nodes, path).s_per_byte == pytest.approx(2 / 4 / (RATE / 100))
+
+
 def test_shares_along_a_tree_wait_three_chunks_a_link_at_most() -> None:
     topology = ClusterTopology.uniform(4, bandwidth_bytes_per_s=RATE, devices_per_node=1)
     names = [node.name for node in topology.nodes]
