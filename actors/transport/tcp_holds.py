@@ -132,6 +132,10 @@ class Holds:
         self._summing = summing
         self._coming: set[int] = set()
         """The senders of long messages that are on their way."""
+        self._until_s = 0.0
+        """Until when sums are held for these."""
+        self._asked: set[int] = set()
+        """Who was asked to hold sums until then."""
         self._apart = apart
         self._entrances = entrances
         self._turns = threading.Lock()
@@ -217,8 +221,20 @@ class Holds:
             self._say(other, _Say.ENTERS, seconds)
 
     def _hold(self, seconds: float) -> None:
-        for other in self._far.intersection(self._summing()) - self._coming:
+        self._until_s = until(seconds)
+        for other in (self._far.intersection(self._summing()) | self._asked) - self._coming:
             self._say(other, _Say.HOLD, seconds)
+            self._asked.add(other)
+        if not seconds:
+            self._asked = set()
+
+    def sum_comes(self, peer: int) -> None:
+        """Ask who sends a part of a sum to hold the others while a long message comes, if that was not known when it began."""
+        if not self._until_s or peer in self._asked or peer in self._coming or peer not in self._far:
+            return
+        if (seconds := self._until_s - time.monotonic()) >= _LEAST_S:
+            self._asked.add(peer)
+            self._say(peer, _Say.HOLD, seconds)
 
     def _seconds(self, peer: int, num_bytes: int) -> float:
         alone_s = num_bytes / self._rate(peer)

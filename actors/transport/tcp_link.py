@@ -310,6 +310,8 @@ class Link:
                 if is_long and self.holds is not None:
                     self.holds.has_come(self.peer)
             else:
+                if self.holds is not None:
+                    self.holds.sum_comes(self.peer)
                 yield from self._part(Kind(code), bytes(text), identity, offset, num_bytes)
             self.receipts.append(Receipt(self.peer, self._num_come, time.perf_counter()))
             self._num_come += 1

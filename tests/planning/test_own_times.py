@@ -56,11 +56,12 @@ def test_an_order_for_the_own_times_of_stages_is_faster_than_one_for_equal_times
 
 def test_messages_that_leave_a_slow_port_one_behind_the_other_are_expected_so() -> None:
     profile = ModelProfile.uniform(8, forward_s=0.008, backward_s=0.016, weight_grad_s=0.008, output_bytes=400_000, parameter_bytes=400_000)
-    judge = LayoutEvaluator(Problem(profile, ports({3: 0.4}), 8, 1))
+    # With less than half of the others', it would be sent to beside them.
+    judge = LayoutEvaluator(Problem(profile, ports({3: 0.55}), 8, 1))
     own = own_times.simulated(judge, Layout((0, 2, 4, 6, 8), ((0,), (1,), (2,), (3,))))
     assert own is not None
     message_s = 400_000 / PORT
-    assert own.layout.queues_s == pytest.approx((message_s, message_s, message_s / 0.4))
+    assert own.layout.queues_s == pytest.approx((message_s, message_s, message_s / 0.55))
     assert own.layout.hops_s == pytest.approx([queue_s + LATENCY_S for queue_s in own.layout.queues_s])
     unaware = judge.simulate(replace(own.layout, queues_s=()))
     assert unaware is not None

@@ -242,6 +242,21 @@ def test_of_two_messages_that_share_an_entrance_the_one_that_is_due_first_comes_
     assert stops(three[0]) == [Asked(2, 0.0, with_messages=True)]
 
 
+def test_a_sum_that_begins_while_a_message_comes_is_held_until_that_is_there(three: list[Holds]) -> None:
+    three[2]._summing = list  # this device has not started its sum
+    assert three[2].comes(0, 10 * LONG, due=0)
+    three[2].sum_comes(1)
+    (request,) = asked(three[1])
+    assert 0.0 < request.seconds <= 1.5 * 10 * LONG / BYTES_PER_S
+    three[2].sum_comes(1)
+    assert list(three[1].asked()) == [], "once"
+    three[2].has_come(0)
+    assert asked(three[1]) == [Asked(2, 0.0)]
+    three[2].sum_comes(1)
+    time.sleep(0.02)
+    assert list(three[1].asked()) == []
+
+
 def test_a_message_that_takes_longer_than_any_hold_is_held_for(three: list[Holds]) -> None:
     assert three[2].comes(0, 100 * LONG, due=0)
     (request,) = asked(three[1])
