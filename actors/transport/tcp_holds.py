@@ -31,7 +31,7 @@ _LONGER = 1.5
 """Than alone: what the kernel holds of a sum passes beside the message."""
 _LEAST_S = 0.002
 """A message that is there sooner gains nothing: what the kernel holds of a sum passes beside it."""
-_MOST_S = 0.1
+_MOST_S = 1.0
 """A message that comes slowly holds no sum for longer."""
 _MOST_STOPPED_S = 5.0
 """And no message for longer than this."""
