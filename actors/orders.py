@@ -111,7 +111,7 @@ class ConnectOrder:
     number: int = 0
 
     def apart(self, device: int) -> set[int]:
-        """Return the devices on slow nodes, to which what this one sends passes beside what it sends to others."""
+        """Return the devices on slow nodes. They leave room in this node's port, so transfers to them take no turns with others."""
         return {peer for peer, number in self.wires[device].items() if number < 0} if self.wires else set()
 
     def ways(self, device: int) -> dict[int, str]:

@@ -129,7 +129,7 @@ class Link:
         broken: Why nothing more can be sent.
         holds: Who is asked for room when a message begins to come.
         held_until_s: Until when sums make way for others' messages at the other end, by the clock of `time.monotonic`.
-        stopped_until_s: Until when all does, for another one's message that is due earlier.
+        stopped_until_s: Until when messages do so, too, because one of another device is due earlier.
         sending: Sums of which parts go to the peer.
         num_left: Chunks that have left; counted by who writes.
         receipts: Chunks that have come, the newest.

@@ -139,10 +139,10 @@ class Way:
         active: The chunk that the kernel has not taken all of.
         draining: The peer of the last chunk of a sum, until the kernel has sent most of it.
         aside: Chunks of peers that take nothing, so that the others need not wait for them.
-        paused: Chunks of sums that have stopped for a message, of this device or another, and messages that have stopped for another one's.
+        paused: Transfers that have stopped in the middle: sums for a message, messages for one of another device.
         moved_s: When the kernel last took something.
         held: Peers at whose end of the link sums make way for others' messages.
-        stopped: Peers at whose end all makes way for another one's message that is due earlier.
+        stopped: Peers that receive a message of another device first, and nothing of this one until then.
     """
 
     def __init__(self, links: Sequence[Link], communication: Communication) -> None:

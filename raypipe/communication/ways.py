@@ -23,7 +23,7 @@ class Wiring:
     Attributes:
         patterns: Pattern of each sum, by members; where left out, a ring in their order.
         wires: For each device, `ways` to the others, so far as they are known; where left out, all are behind the port of its node.
-        entrances: For each device, the same of the ways from others, where several of these share one; messages by it take turns.
+        entrances: For each device, `entrances` from the others. Messages that come by the same one take turns.
     """
 
     patterns: Mapping[tuple[int, ...], Pattern] = field(default_factory=dict)
@@ -51,8 +51,8 @@ def entrances(paths: Mapping[K, LinkPath]) -> dict[K, int]:
 def ways(paths: Mapping[K, LinkPath], *, by_port: bool = True) -> dict[K, int]:
     """Return the number of the way to each peer of a device, by the path to it.
 
-    Paths that share a limited link, or on request the port of the node, or lead to one that does, have the same way. Those that are much
-    slower than what they share have one of their own, with a negative number (`_apart`), so that nobody waits for a slow receiver.
+    Paths that share a limited link have the same way, and with `by_port` those that share the port of the node. Paths to slow nodes have
+    ways of their own, with negative numbers (`_apart`), so that nobody waits for a slow receiver.
     """
     shared = {peer: path.bottlenecks if by_port else [name for name, _ in path.resources] for peer, path in paths.items()}
     number_of: dict[K, int] = {}

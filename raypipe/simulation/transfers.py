@@ -112,7 +112,7 @@ def _ways(pairs: Iterable[tuple[int, int]], cost: Cost) -> tuple[dict[tuple[int,
 
 
 def _entrances(pairs: Iterable[tuple[int, int]], cost: Cost) -> Iterator[tuple[tuple[int, int], tuple[int, int]]]:
-    """Yield for pairs whose messages take turns what their paths share at the receiver's end: its number and that of a way into it."""
+    """Yield for each pair whose messages take turns the entrance that they pass: the receiver, and the number of the way into it."""
     senders: dict[int, list[int]] = {}
     for source, target in pairs:
         senders.setdefault(target, []).append(source)
@@ -228,7 +228,7 @@ class OrderTransfers:
         )
 
     def _links_held(self) -> Iterator[tuple[tuple[int, int], tuple[str, ...]]]:
-        """Yield for each pair the links that messages and sums take turns on: what a slow node gets passes the sender's port beside all."""
+        """Yield for each pair the links on which its messages and sums take turns: not the sender's port if the receiver is slow."""
         ways_on: dict[tuple[int, str], set[int]] = {}
         for (source, target), way in self._message_ways.items():
             for name in self.cost.path(source, target).bottlenecks:
