@@ -40,6 +40,7 @@ class Predicted:
         lower_bound_s: Least seconds per update of any plan for this profile, topology and number of microbatches; None if unknown.
         lower_bound_reason: What no plan can avoid, in words, such that it takes `lower_bound_s`.
         lower_bound_one_run_s: The same of plans of one pipeline in which each worker has one run of layers; None if unknown.
+        lower_bound_bundled_s: The same of plans with bundled schedules; None if unknown.
     """
 
     update_s: float
@@ -49,6 +50,7 @@ class Predicted:
     lower_bound_s: float | None = None
     lower_bound_reason: str | None = None
     lower_bound_one_run_s: float | None = None
+    lower_bound_bundled_s: float | None = None
 
     @property
     def optimality_gap(self) -> float | None:

@@ -259,8 +259,9 @@ class LayoutEvaluator:
         lower_bound_s: float,
         lower_bound_reason: str | None = None,
         lower_bound_one_run_s: float | None = None,
+        lower_bound_bundled_s: float | None = None,
     ) -> Plan:
-        """Return the plan of a simulated layout, with what is known of all plans, and of those with one run of layers a worker."""
+        """Return the plan of a simulated layout, with what is known of all plans, and of those with some schedules."""
         problem, layout = self.problem, evaluation.layout
         workers = layout.placement(problem)
         assert workers is not None, "a simulated layout can be divided"
@@ -293,6 +294,7 @@ class LayoutEvaluator:
                 lower_bound_s=lower_bound_s,
                 lower_bound_reason=lower_bound_reason,
                 lower_bound_one_run_s=lower_bound_one_run_s,
+                lower_bound_bundled_s=lower_bound_bundled_s,
             ),
             profile_digest=problem.profile.digest,
             topology_digest=problem.topology.digest,

@@ -12,9 +12,10 @@ from raypipe.artifacts.topology import ClusterTopology
 from raypipe.errors import PlanError
 from raypipe.planning.evaluator import Evaluation, OnEvaluated, ignore
 from raypipe.planning.extrapolation import evaluator_of
-from raypipe.planning.plan_bound import one_run_s, plan_bound
+from raypipe.planning.plan_bound import plan_bound
 from raypipe.planning.planners import AUTO
 from raypipe.planning.problem import Problem
+from raypipe.planning.schedule_bound import ScheduleBound
 from raypipe.planning.schedule_search import asynchronous_orders
 from raypipe.planning.search import SearchBudget
 from raypipe.planning.solve import best_division, solve
@@ -112,11 +113,20 @@ def plan_problem(
     with searching(stop):
         best = solve(evaluator, name=name, schedule=schedule, budget=budget, known=known)
     least_s, reason = bound(problem, schedule)
-    least_one_run_s = None
+    least_one_run_s = least_bundled_s = None
     if not asynchronous_orders(problem, schedule):
         with suppress(SearchStopped), searching(stop):
-            least_one_run_s = one_run_s(problem, least_s)
-    return evaluator.plan(best, planner=name, lower_bound_s=least_s, lower_bound_reason=reason, lower_bound_one_run_s=least_one_run_s)
+            of_schedules = ScheduleBound(problem, least_s)
+            least_one_run_s = of_schedules.one_run_s
+            least_bundled_s = of_schedules.bundled_s
+    return evaluator.plan(
+        best,
+        planner=name,
+        lower_bound_s=least_s,
+        lower_bound_reason=reason,
+        lower_bound_one_run_s=least_one_run_s,
+        lower_bound_bundled_s=least_bundled_s,
+    )
 
 
 def bound(problem: Problem, schedule: str) -> tuple[float, str]:

@@ -5,26 +5,21 @@ Overheads, memory, and the sharing of links between messages and sums can only a
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
 import networkx as nx
 import numpy as np
-from numpy.typing import NDArray
 
+from raypipe.planning.capacities import Capacities
 from raypipe.planning.lower_bounds import Block, lower_bound, ramp_s
 from raypipe.planning.port_bound import PortBound
 from raypipe.planning.problem import Devices, Floats, Problem
-from raypipe.planning.run_bound import PortRates, RunBound
 
 _MOST_BORDERS = 64
 _MOST_SHOWN = 4
-_MOST_MEMBERS = 8  # Most devices of a worker of which all borders between members are looked at.
-_NO_LIMIT = 1e300
 _MOST_PORTS = 64  # Most devices of which each one's port counts; of more, the links are many.
 
 
@@ -79,7 +74,7 @@ class PlanBound:
 
 def plan_bound(problem: Problem) -> PlanBound:
     """Return the bound for one update of any plan."""
-    bounds = _Bounds(problem)
+    bounds = Bounds(problem)
     layer_s, layer = bounds.layer_s()
     border_s, side = bounds.border_s()
     return PlanBound(
@@ -93,14 +88,6 @@ def plan_bound(problem: Problem) -> PlanBound:
     )
 
 
-def one_run_s(problem: Problem, at_least_s: float) -> float | None:
-    """Return the least seconds of an update of any plan of one pipeline with one run of layers a worker, given those of any plan.
-
-    `None` for layers that are no chain, for devices that share cores, for one device, and for many, unless most can change places.
-    """
-    return _Bounds(problem).one_run_s(at_least_s)
-
-
 def _sizes(num_devices: int) -> Iterator[int]:
     """Yield the largest of each range of numbers of members: 2, 3 and so on at first, then ever wider ranges."""
     size = 2
@@ -111,7 +98,9 @@ def _sizes(num_devices: int) -> Iterator[int]:
         yield num_devices
 
 
-class _Bounds:
+class Bounds:
+    """The bounds of one problem."""
+
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
         self.num_microbatches = problem.num_microbatches
@@ -123,10 +112,11 @@ class _Bounds:
         self.best_bandwidth = float(problem.bandwidth[off_diagonal].max(initial=0.0))
         self.best_latency_s = float(problem.latency_s[off_diagonal].min(initial=math.inf))
         self.layer_bytes = np.diff(problem.summed_prefix)
+        self.capacities = Capacities(problem)
         self._copied: dict[tuple[float, bytes], float] = {}
 
     @cached_property
-    def _ports(self) -> PortBound | None:
+    def ports(self) -> PortBound | None:
         """What passes the ports of devices; `None` for many devices, for shared cores, and where parts of the model are unconnected."""
         problem = self.problem
         shares = any(node.cores is not None and node.cores < len(node.devices) for node in problem.topology.nodes)
@@ -136,56 +126,7 @@ class _Bounds:
         powers = 1 / np.maximum(own_s.sum(axis=1), 1e-300)
         powers /= powers.sum()
         row_s = float(self._parts[:2].sum()) / self.alone.max() / problem.microbatch_size
-        return PortBound(problem, (powers[:, None] * own_s).min(axis=0), powers, np.minimum(*self._port_rates), row_s)
-
-    @cached_property
-    def _port_rates(self) -> tuple[Floats, Floats]:
-        """Most bytes per second that leave each device, and that come to it."""
-        alone = np.eye(self.problem.num_devices, dtype=bool)
-        out, into = (
-            [self._capacity(*ends) for ends in pairs] for pairs in (zip(alone, ~alone, strict=True), zip(~alone, alone, strict=True))
-        )
-        return np.array(out), np.array(into)
-
-    def one_run_s(self, at_least_s: float) -> float | None:
-        """Return the bound of plans with one run of layers a worker, at least that of all."""
-        ports, problem = self._ports, self.problem
-        if ports is None or not ports.is_chain:
-            return None
-        own_s = np.diff(problem.prefix_s, axis=2)[np.array(problem.kind_of)] / self.alone[:, None, None]
-        return RunBound(problem, own_s, ports.sums, self._rates_of_members).least_s(at_least_s)
-
-    def _rates_of_members(self, members: Sequence[int]) -> PortRates:
-        chosen = list(members)
-        out, into = (rates[chosen] for rates in self._port_rates)
-        port = out
-        if self.problem.has_plain_links:
-            # Elsewhere members might share what leads out of them.
-            alone = np.eye(self.problem.num_devices, dtype=bool)[chosen]
-            outside = ~alone.any(axis=0)
-            out, into = (
-                np.array([self._plain_capacity(*ends) for ends in pairs])
-                for pairs in ([(device, outside) for device in alone], [(outside, device) for device in alone])
-            )
-        return PortRates(out, into, *self._sum_rates_within(chosen), port)
-
-    def _sum_rates_within(self, members: list[int]) -> tuple[Floats, Floats, float]:
-        """Return the most bytes per second that leave each member for others, of one sum, as `_sum_rates`, and of several at once.
-
-        And the least that cross a border between members: all gradients of those on one side cross it to the others, in shares or totals.
-        """
-        problem = self.problem
-        links = problem.bandwidth[np.ix_(members, members)].copy()
-        np.fill_diagonal(links, 0.0)
-        links = np.where(np.isfinite(links), links, _NO_LIMIT)
-        are_apart = self.are_apart[np.ix_(members, members)]
-        by_port = self._to_one_node(np.where(are_apart, 0.0, links), problem.nodes_of[members])
-        of_sum: Floats = np.where(are_apart, links, 0.0).sum(axis=1) + by_port
-        of_sums = np.minimum(links.sum(axis=1), self._port_rates[0][members])
-        if not 1 < len(members) <= _MOST_MEMBERS:
-            return of_sum, of_sums, math.inf
-        sides = (np.array(side) for side in itertools.product((0.0, 1.0), repeat=len(members)))
-        return of_sum, of_sums, min(float(side @ links @ (1 - side)) for side in sides if 0 < side.sum() < len(members))
+        return PortBound(problem, (powers[:, None] * own_s).min(axis=0), powers, np.minimum(*self.capacities.of_ports), row_s)
 
     @cached_property
     def _parts(self) -> Floats:
@@ -202,7 +143,7 @@ class _Bounds:
 
     def ports_s(self) -> float:
         """Return the bound by the ports of all devices."""
-        return 0.0 if self._ports is None else self._ports.least_s()
+        return 0.0 if self.ports is None else self.ports.least_s()
 
     def _work_s(self, devices: Devices) -> float:
         # The dual of sharing all work, layer by layer: prices y_l <= z_d x seconds of layer l on device d, where z, by power, sums to 1.
@@ -229,6 +170,7 @@ class _Bounds:
         return float((prices[:, None] * times).min(axis=0).sum()) * self.num_microbatches
 
     def work_s(self) -> float:
+        """Return the bound by all work on all devices."""
         return self._work_s(tuple(range(self.problem.num_devices)))
 
     def _copied_s(self, layer: int) -> float:
@@ -248,57 +190,12 @@ class _Bounds:
         best_s = math.inf
         # More members are faster, but have more links: numbers of members between two sizes have the links of the larger one.
         for most in _sizes(num_devices):
-            rates = self._sum_rates(most)
+            rates = self.capacities.of_sum(most)
             late_s = np.where(rates > 0, self.best_latency_s + num_bytes / np.maximum(rates, 1e-300), math.inf)
             starts = np.sort(late_s if num_bytes else np.zeros(num_devices))
             best_s = min(best_s, ramp_s(1.0, starts[:most].tolist(), speeds[:most]))
         self._copied[key] = best_s
         return best_s
-
-    def _sum_rates(self, num_members: int) -> Floats:
-        """Return for each device the most bytes per second of one sum that leave it, 0 where it has no link.
-
-        What it sends to several other nodes by its node's port passes that at the rate of the quickest path (`simulation.transfers`);
-        within its node, over stated links, or to the devices of one other node that have links of their own, it may send to all at once.
-        """
-        apart, by_port = self._out_rates
-        rates: Floats = apart[:, : num_members - 1].sum(axis=1) + by_port
-        return rates
-
-    @cached_property
-    def are_apart(self) -> NDArray[np.bool_]:
-        """Whether what one device sends another one does not pass the port of its node."""
-        problem, topology = self.problem, self.problem.topology
-        if problem.has_plain_links:
-            of_nodes = np.eye(len(topology.nodes), dtype=bool)
-            sources, targets, rates, _ = problem.plain_links
-            of_nodes[sources, targets] = np.isfinite(rates)
-            return of_nodes[np.ix_(problem.nodes_of, problem.nodes_of)]
-        by_port = [
-            problem.path(sources[0], targets[0] if targets[0] != sources[0] else targets[-1]).port for sources, targets in problem.blocks
-        ]
-        apart = np.array([port is None for port in by_port], dtype=bool)
-        return np.where(problem.block_of >= 0, apart[problem.block_of], False)
-
-    @cached_property
-    def _has_links_of_devices(self) -> bool:
-        return all(len(starts) == len(ends) == 1 for starts, ends in self.problem.blocks)
-
-    def _to_one_node(self, links: Floats, nodes: NDArray[np.int_]) -> Floats:
-        """Return the most bytes per second that leave each of some devices on these nodes for one other node."""
-        fastest: Floats = links.max(axis=1, initial=0.0)
-        if self._has_links_of_devices:
-            finite = np.where(np.isfinite(links), links, _NO_LIMIT)
-            fastest = np.maximum(fastest, (finite @ np.equal.outer(nodes, np.unique(nodes))).max(axis=1, initial=0.0))
-        return fastest
-
-    @cached_property
-    def _out_rates(self) -> tuple[Floats, Floats]:
-        problem = self.problem
-        linked = problem.bandwidth.copy()
-        np.fill_diagonal(linked, 0.0)
-        by_port = self._to_one_node(np.where(self.are_apart, 0.0, linked), problem.nodes_of)
-        return np.sort(np.where(self.are_apart, linked, 0.0), axis=1)[:, ::-1], by_port
 
     def copies_s(self) -> float:
         """Return the bound by cases: some layer has copies, whose gradients are summed, or no layer has, and `lower_bounds` holds."""
@@ -311,8 +208,8 @@ class _Bounds:
             for (forward_s, input_grad_s, weight_grad_s), feeding in zip(self._parts.T.tolist(), sources, strict=True)
         ]
         single_s = lower_bound(blocks, num_microbatches=self.num_microbatches, speeds=tuple(self.alone.tolist())).update_s
-        if self._ports is not None:
-            single_s = max(single_s, self._ports.least_s(copies=False))
+        if self.ports is not None:
+            single_s = max(single_s, self.ports.least_s(copies=False))
         with_copies_s = max(self.work_s(), min(map(self._copied_s, range(problem.num_layers))))
         return float(min(single_s, with_copies_s))
 
@@ -370,7 +267,7 @@ class _Bounds:
         inside = np.zeros(problem.num_devices, dtype=bool)
         inside[list(side)] = True
         others = tuple(np.flatnonzero(~inside).tolist())
-        capacity = min(self._capacity(inside, ~inside), self._capacity(~inside, inside))
+        capacity = min(self.capacities.between(inside, ~inside), self.capacities.between(~inside, inside))
         if capacity == math.inf:
             return 0.0
         memory = np.array(problem.memory_bytes)
@@ -391,52 +288,6 @@ class _Bounds:
         problem = self.problem
         shared = (sorted(problem.profile.layers[layer].shared_bytes for layer in tie)[:-1] for tie in problem.profile.ties())
         return float(problem.standing_prefix[-1]) - sum(map(sum, shared)) * (1 + problem.most_state_bytes_per_parameter_byte)
-
-    def _capacity(self, sources: NDArray[np.bool_], targets: NDArray[np.bool_]) -> float:
-        """Return the most bytes per second from some devices to others.
-
-        Every path is charged to one of its wires, and the wires add up; of several ways to choose them, the one that gives the least. A
-        port that many paths share should have all of them.
-        """
-        problem = self.problem
-        if problem.has_plain_links:
-            return self._plain_capacity(sources, targets)
-        blocks, num_pairs = np.unique(problem.block_of[np.ix_(sources, targets)], return_counts=True)
-        rates: list[dict[str, float]] = []
-        for block, count in zip(blocks.tolist(), num_pairs.tolist(), strict=True):
-            starts, ends = problem.blocks[block]
-            one, other = starts[0], ends[-1]
-            path = problem.path(one, other)
-            if not path.exists:
-                continue
-            if path.bandwidth_bytes_per_s == math.inf:
-                return math.inf
-            # Within a node each ordered pair has a wire of its own; two nodes share one.
-            times = count if problem.node_of[one] == problem.node_of[other] else 1
-            rates.append({name: bandwidth * times for name, bandwidth in path.resources})
-        passing = Counter(itertools.chain.from_iterable(rates))
-        widest: dict[str, float] = {}
-        for of_path in rates:
-            for name, rate in of_path.items():
-                widest[name] = max(widest.get(name, 0.0), rate)
-        ranks = (widest.__getitem__, lambda name: widest[name] / passing[name], lambda name: -passing[name])
-        chosen = ({min(of_path, key=rank) for of_path in rates} for rank in ranks)
-        return min(math.fsum(map(widest.__getitem__, wires)) for wires in chosen)
-
-    def _plain_capacity(self, sources: NDArray[np.bool_], targets: NDArray[np.bool_]) -> float:
-        """Return `_capacity` where each pair of nodes has a wire of its own each way, and each pair of devices within a node."""
-        problem = self.problem
-        numbers = np.flatnonzero(sources), np.flatnonzero(targets)
-        # A device of each node stands for all others of it.
-        of_sources, of_targets = (each[np.unique(problem.nodes_of[each], return_index=True)[1]] for each in numbers)
-        across = problem.bandwidth[np.ix_(of_sources, of_targets)]
-        across = np.where(np.equal.outer(problem.nodes_of[of_sources], problem.nodes_of[of_targets]), 0.0, across)
-        shared = np.intersect1d(problem.nodes_of[of_sources], problem.nodes_of[of_targets])
-        inside = 0.0
-        for node in shared.tolist():
-            within = problem.nodes_of == node
-            inside += float(problem.bandwidth[np.ix_(within & sources, within & targets)].sum())
-        return float(across.sum()) + inside
 
 
 def _quotient(num_bytes: float, capacity: float) -> float:

@@ -58,7 +58,7 @@ class PortRates(NamedTuple):
 
 
 @dataclass(frozen=True)
-class _Worker:
+class Worker:
     """Some devices as one worker.
 
     Attributes:
@@ -79,10 +79,10 @@ class _Worker:
     @property
     def into_s(self) -> float:
         """Seconds per byte of a tensor until all of its rows have come to some member."""
-        return min(float(share) * _inverse(rate) for share, rate in zip(self.shares, self.rates.into, strict=True))
+        return min(float(share) * inverse(rate) for share, rate in zip(self.shares, self.rates.into, strict=True))
 
 
-class _Run(NamedTuple):
+class Run(NamedTuple):
     """Layers of a worker from one on, for each end.
 
     Attributes:
@@ -109,7 +109,7 @@ class _Run(NamedTuple):
     left_s: float
     summed_s: Floats
 
-    def upto(self, num_ends: int) -> _Run:
+    def upto(self, num_ends: int) -> Run:
         """Return the first ends."""
         parts = {name: value[:num_ends] for name, value in self._asdict().items() if name != "left_s"}
         return self._replace(**parts)
@@ -181,7 +181,7 @@ class RunBound:
         return np.concatenate(([1], np.cumprod(self._sizes + 1)[:-1]))
 
     @cached_property
-    def _states(self) -> States:
+    def states(self) -> States:
         """Numbers of devices of each kind that are used, by the number of the state."""
         numbers = np.arange(int((self._sizes + 1).prod()))
         states: States = numbers[:, None] // self._radix % (self._sizes + 1)
@@ -190,7 +190,7 @@ class RunBound:
     @cached_property
     def _others(self) -> States:
         """The state of the devices that a state does not use."""
-        others: States = ((self._sizes - self._states) * self._radix).sum(axis=1)
+        others: States = ((self._sizes - self.states) * self._radix).sum(axis=1)
         return others
 
     @property
@@ -198,17 +198,18 @@ class RunBound:
         return float(((self._sizes + 1) * (self._sizes + 2) / 2).prod()) * self.problem.num_layers**2
 
     @cached_property
-    def _workers(self) -> list[_Worker]:
-        return [worker for counts in self._states[1:] if (worker := self._worker(counts)) is not None]
+    def workers(self) -> list[Worker]:
+        """Sets of devices that may be one worker, of those that can change places the first ones."""
+        return [worker for counts in self.states[1:] if (worker := self._worker(counts)) is not None]
 
-    def _worker(self, counts: States) -> _Worker | None:  # `None` for more devices than rows
+    def _worker(self, counts: States) -> Worker | None:  # `None` for more devices than rows
         members = [device for devices, count in zip(self._kinds, counts.tolist(), strict=True) for device in devices[:count]]
         num_rows, count = self.problem.microbatch_size, len(members)
         if self.problem.rows(members) is None:
             return None
         are_equal = all(np.array_equal(self.own_s[member], self.own_s[members[0]]) for member in members)
-        before = np.flatnonzero((self._states + counts <= self._sizes).all(axis=1))
-        return _Worker(
+        before = np.flatnonzero((self.states + counts <= self._sizes).all(axis=1))
+        return Worker(
             before=before,
             after=before + int((self._radix * counts).sum()),
             members=members,
@@ -224,46 +225,47 @@ class RunBound:
         return rows[-1]
 
     @cached_property
-    def _bytes(self) -> Floats:
+    def crossing(self) -> Floats:
         """Bytes of a microbatch that cross each border of layers, less what parts of bytes may save; none at the ends."""
         crossing = np.maximum(self.problem.crossing_bytes - self.problem.num_devices, 0.0)
         crossing[[0, -1]] = 0.0
         return crossing
 
     @cached_property
-    def _run(self) -> Callable[[int, int], _Run]:
+    def run(self) -> Callable[[int, int], Run]:
+        """Function from the number of a worker and a first layer to runs from there on."""
         return lru_cache(maxsize=None)(self._new_run)
 
-    def _new_run(self, number: int, first: int) -> _Run:
-        worker, count = self._workers[number], self.problem.num_microbatches
+    def _new_run(self, number: int, first: int) -> Run:
+        worker, count = self.workers[number], self.problem.num_microbatches
         rates, shares = worker.rates, worker.shares[:, None]
         # By member and end.
         whole = self.own_s[worker.members, :, first:].cumsum(axis=2)
         forward_s, input_grad_s, weight_grad_s = (whole * shares[:, None]).transpose(1, 0, 2)
-        before, behind = float(self._bytes[first]), self._bytes[first + 1 :]
-        out_s, into_s = (shares * np.array([[_inverse(rate)] for rate in of_members]) for of_members in (rates.out, rates.into))
+        before, behind = float(self.crossing[first]), self.crossing[first + 1 :]
+        out_s, into_s = (shares * np.array([[inverse(rate)] for rate in of_members]) for of_members in (rates.out, rates.into))
         both = count * (before + behind)
-        arrived_s = np.maximum(count * _longest(worker, whole.sum(axis=1)), (forward_s + both * out_s).max(axis=0))
+        arrived_s = np.maximum(count * longest(worker, whole.sum(axis=1)), (forward_s + both * out_s).max(axis=0))
         summed_s = np.zeros_like(behind)
         if len(worker.members) > 1:
             sums = self.sums[first:]
             in_all = sums.cumsum()
-            one_s, all_s, port_s = (np.array([[_inverse(rate)] for rate in each]) for each in (rates.of_sum, rates.of_sums, rates.port))
+            one_s, all_s, port_s = (np.array([[inverse(rate)] for rate in each]) for each in (rates.of_sum, rates.of_sums, rates.port))
             # Members send each number 2 (n - 1) times, and once at least across each border.
-            together_s = in_all * max(_inverse(rates.border), 2 * (len(worker.members) - 1) * _inverse(rates.of_sums.sum()))
+            together_s = in_all * max(inverse(rates.border), 2 * (len(worker.members) - 1) * inverse(rates.of_sums.sum()))
             least_s = np.where(sums > 0, self.own_s[worker.members, 2, first:] * shares, math.inf)
             least_s = np.minimum.accumulate(least_s, axis=1)
             least_s = np.where(np.isfinite(least_s), least_s, 0.0)
             for ended_s in (
                 (count * (forward_s + input_grad_s + weight_grad_s) + np.minimum.accumulate(sums) * one_s).max(axis=0),
                 (count * (forward_s + least_s) + in_all * all_s).max(axis=0),
-                count * (_longest(worker, whole[:, 0]) + least_s.min(axis=0)) + in_all * all_s.min(),
+                count * (longest(worker, whole[:, 0]) + least_s.min(axis=0)) + in_all * all_s.min(),
                 (count * (forward_s + least_s)).min(axis=0) + together_s,
                 (forward_s + both * shares * port_s + in_all * port_s).max(axis=0),
             ):
                 arrived_s = np.maximum(arrived_s, ended_s)
             summed_s = np.maximum((least_s + in_all * all_s).max(axis=0), least_s.min(axis=0) + together_s)
-        return _Run(
+        return Run(
             forward_s=forward_s.min(axis=0),
             input_grad_s=input_grad_s.min(axis=0),
             arrived_s=arrived_s,
@@ -271,7 +273,7 @@ class RunBound:
             steps_s=np.maximum(count * forward_s, forward_s + (count - 1) * behind * np.maximum(out_s, into_s)).min(axis=0),
             hop_s=behind * worker.into_s,
             passed_s=count * (forward_s + input_grad_s).min(axis=0),
-            returned_s=count * _longest(worker, whole[:, :2].sum(axis=1)),
+            returned_s=count * longest(worker, whole[:, :2].sum(axis=1)),
             left_s=(count - 1) * before * float(np.maximum(out_s, into_s).min()),
             summed_s=summed_s,
         )
@@ -279,20 +281,20 @@ class RunBound:
     def _is_possible(self, seconds: float) -> bool:
         seconds *= _EXACT
         behind = self._behind(seconds)
-        num_layers, shape = self.problem.num_layers, (self.problem.num_layers + 1, len(self._states))
+        num_layers, shape = self.problem.num_layers, (self.problem.num_layers + 1, len(self.states))
         # Until the first microbatch has passed the layers so far; and from a gradient that leaves the next worker until it has passed them.
         done, back = (np.full(shape, math.inf) for _ in range(2))
         done[0, 0] = back[0, 0] = 0.0
         for first in range(num_layers):
-            stopping.spend(_WORK_S * len(self._workers))
-            for number, worker in enumerate(self._workers):
+            stopping.spend(_WORK_S * len(self.workers))
+            for number, worker in enumerate(self.workers):
                 reached = np.isfinite(done[first, worker.before])
                 if not reached.any():
                     continue
                 origins, targets = worker.before[reached], worker.after[reached]
                 so_far_s = done[first, origins][:, None]
-                start = _Start(so_far_s, so_far_s + self._bytes[first] * worker.into_s, back[first, origins][:, None])
-                run = self._run(number, first)
+                start = _Start(so_far_s, so_far_s + self.crossing[first] * worker.into_s, back[first, origins][:, None])
+                run = self.run(number, first)
                 # The times of a run need not rise with its end where layers are summed in less time than others.
                 num_ends = int(np.flatnonzero(start.arrival_s.min() + run.arrived_s <= seconds).max(initial=-1)) + 1
                 ends = slice(first + 1, first + 1 + num_ends)
@@ -307,21 +309,21 @@ class RunBound:
 
     def _behind(self, seconds: float) -> _Rest:
         """Return what the layers from each one on take on the devices of a state, which need not all be used: [first layer, state]."""
-        num_layers, shape = self.problem.num_layers, (self.problem.num_layers + 1, len(self._states))
+        num_layers, shape = self.problem.num_layers, (self.problem.num_layers + 1, len(self.states))
         tables = _Rest(*(np.full(shape, math.inf) for _ in range(2)))
         for table in tables:
             table[num_layers] = 0.0
         start = _Start(*(np.zeros((1, 1)) for _ in range(3)))
         for first in reversed(range(num_layers)):
-            stopping.spend(_WORK_S * len(self._workers))
-            for number, worker in enumerate(self._workers):
-                run = self._run(number, first)
+            stopping.spend(_WORK_S * len(self.workers))
+            for number, worker in enumerate(self.workers):
+                run = self.run(number, first)
                 num_ends = int(np.flatnonzero(run.arrived_s <= seconds).max(initial=-1)) + 1
                 run = run.upto(num_ends)
                 rest = _Rest(*(table[first + 1 : first + 1 + num_ends][:, worker.before].T for table in tables))
                 fits, own_s, last_s = _fits(run, start, rest, seconds)
                 for table, values in zip(tables, (own_s, last_s), strict=True):
-                    least = np.where(fits, values + self._bytes[first] * worker.into_s, math.inf).min(axis=1, initial=math.inf)
+                    least = np.where(fits, values + self.crossing[first] * worker.into_s, math.inf).min(axis=1, initial=math.inf)
                     table[first, worker.after] = np.minimum(table[first, worker.after], least)
         return tables
 
@@ -340,7 +342,7 @@ class RunBound:
         return low
 
 
-def _fits(run: _Run, start: _Start, rest: _Rest, seconds: float) -> tuple[NDArray[np.bool_], Floats, Floats]:
+def _fits(run: Run, start: _Start, rest: _Rest, seconds: float) -> tuple[NDArray[np.bool_], Floats, Floats]:
     """Return which runs are possible, and from the arrival until its own gradient leaves, and until the last one does: [state, end]."""
     trip_s = rest.own_s + run.hop_s
     # Until all gradients have come: the way of the last one, or the busiest hop's tensors and one way.
@@ -353,14 +355,15 @@ def _fits(run: _Run, start: _Start, rest: _Rest, seconds: float) -> tuple[NDArra
     return fits, own_s, last_s
 
 
-def _longest(worker: _Worker, times: Floats) -> Floats:
-    """Return what the member with the most takes at least, of times of all rows: [member, end]."""
+def longest(worker: Worker, times: Floats) -> Floats:
+    """Return what the member with the most takes at least, of times of all rows: [member, ...]."""
     if worker.even_share:
-        longest: Floats = times[0] * worker.even_share
-        return longest
+        even: Floats = times[0] * worker.even_share
+        return even
     divided: Floats = 1 / (1 / np.maximum(times, 1e-300)).sum(axis=0)
     return divided
 
 
-def _inverse(rate: float) -> float:
+def inverse(rate: float) -> float:
+    """Return the seconds of a byte."""
     return 1 / float(rate) if rate > 0 else _NEVER

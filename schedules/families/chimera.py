@@ -78,16 +78,16 @@ _HALVING = _Form("chimera-halving", width=2, num_parts=2)
 
 
 def _build(form: _Form, request: ScheduleRequest) -> Schedule:
-    pipelines = _pipelines(form.name, request)
+    placement = _checked(form.name, request)
     placed: list[list[tuple[int, Slot]]] = [[] for _ in range(request.num_devices)]
-    for pipeline, workers in enumerate(pipelines):
+    for pipeline, workers in enumerate(placement):
         for stage, worker in enumerate(workers):
-            placed[worker] += _slots(form, request, pipeline, len(pipelines), stage)
+            placed[worker] += _slots(form, request, pipeline, len(placement), stage)
     one_update = [[slot for _, slot in sorted(mine, key=itemgetter(0))] for mine in placed]
-    return synchronous_pipelines(form.name, request, pipelines=pipelines, one_update=one_update)
+    return synchronous_pipelines(form.name, request, pipelines=placement, one_update=one_update)
 
 
-def _pipelines(name: str, request: ScheduleRequest) -> list[list[int]]:
+def _checked(name: str, request: ScheduleRequest) -> tuple[tuple[int, ...], ...]:
     request.require_one_chunk(name)
     request.require_even_devices(name)
     depth, count = request.num_devices, request.num_pipelines or _DEFAULT_PIPELINES
@@ -95,8 +95,13 @@ def _pipelines(name: str, request: ScheduleRequest) -> list[list[int]]:
     if count not in possible:
         choices = " or ".join(f"--pipelines {number}" for number in possible)
         raise ScheduleError(f"{name} needs an even number of pipelines that divides the {depth} devices, got {count}; use {choices}")
-    down = [[(2 * pair * depth // count + stage) % depth for stage in range(depth)] for pair in range(count // 2)]
-    return [placement for workers in down for placement in (workers, [depth - 1 - worker for worker in workers])]
+    return pipelines(depth, count)
+
+
+def pipelines(depth: int, count: int) -> tuple[tuple[int, ...], ...]:
+    """Return the workers of each pipeline by stage; every other pipeline runs up."""
+    down = [tuple((2 * pair * depth // count + stage) % depth for stage in range(depth)) for pair in range(count // 2)]
+    return tuple(placement for workers in down for placement in (workers, tuple(depth - 1 - worker for worker in workers)))
 
 
 def _slots(form: _Form, request: ScheduleRequest, pipeline: int, num_pipelines: int, stage: int) -> Iterator[tuple[int, Slot]]:

@@ -28,6 +28,7 @@ KEYS = {
         "lower_bound_s",
         "lower_bound_reason",
         "lower_bound_one_run_s",
+        "lower_bound_bundled_s",
         "optimality_gap",
         "samples_per_s",
         "bubble_ratio",

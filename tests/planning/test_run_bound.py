@@ -14,8 +14,9 @@ from raypipe.errors import NoLinkError
 from raypipe.planning import run_bound
 from raypipe.planning.evaluator import LayoutEvaluator
 from raypipe.planning.plan import plan
-from raypipe.planning.plan_bound import one_run_s, plan_bound
+from raypipe.planning.plan_bound import plan_bound
 from raypipe.planning.problem import Problem
+from raypipe.planning.schedule_bound import ScheduleBound
 from raypipe.planning.solve import solve
 from raypipe.schedules.ir import Schedule
 from tests.marks import slow_unless
@@ -24,8 +25,12 @@ from tests.planning.instances import all_plans, random_problem
 from tests.planning.test_bound import ORDERS, chains, hub
 
 
+def one_run_s(problem: Problem) -> float | None:
+    return ScheduleBound(problem, plan_bound(problem).update_s).one_run_s
+
+
 def found(problem: Problem) -> float:
-    least_s = one_run_s(problem, plan_bound(problem).update_s)
+    least_s = one_run_s(problem)
     assert least_s is not None
     return least_s
 
@@ -63,7 +68,7 @@ NUM_PROBLEMS = len(PROBLEMS)
 @pytest.mark.parametrize("number", slow_unless(range(0, NUM_PROBLEMS, 3), range(NUM_PROBLEMS)))
 def test_no_plan_with_one_run_of_layers_a_worker_beats_the_bound(number: int) -> None:
     problem = PROBLEMS[number]
-    least_s = one_run_s(problem, plan_bound(problem).update_s)
+    least_s = one_run_s(problem)
     if least_s is None:
         return  # Its devices share cores.
     evaluator, rng = LayoutEvaluator(problem), random.Random(number)
@@ -118,14 +123,14 @@ def test_devices_that_can_change_places_count_once_wherever_they_stand(monkeypat
     monkeypatch.setattr(run_bound, "_MOST_STEPS", 4 * 15 * 64)
     assert found(problem) == bounds[0]
     unlike = hub(of_star(5.0), (2.0, 3.0, 4.0, 5.0))
-    assert one_run_s(unlike, plan_bound(unlike).update_s) is None
+    assert one_run_s(unlike) is None
 
 
 def test_layers_that_are_no_chain_have_none() -> None:
     chain = of_star(5.0)
     edges = tuple(NamedEdge(producer=f"layer{one}", consumer=f"layer{other}") for one, other in ((0, 2), *pairwise(range(8))))
     branched = replace(chain, profile=replace(chain.profile, named_edges=edges))
-    assert one_run_s(branched, plan_bound(branched).update_s) is None
+    assert one_run_s(branched) is None
 
 
 def test_a_plan_says_it_unless_updates_overlap_or_time_is_up() -> None:
