@@ -58,7 +58,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the cluster in n
 from raypipe import build_schedule
 from raypipe.artifacts.plan import Plan, Replica
 from raypipe.artifacts.profile import LayerProfile, ModelProfile
-from raypipe.artifacts.topology import ClusterTopology, Device, Node, NodeLink, Overheads, SharedLink
+from raypipe.artifacts.topology import ClusterTopology, Device, Node, NodeLink, Overheads, node_ports
 from raypipe.artifacts.trace import Trace
 from raypipe.communication.policy import Communication
 from raypipe.planning.ahead import with_forwards_ahead
@@ -172,18 +172,9 @@ class Cell:
             )
             for number in range(count)
         )
-        names = [node.name for node in nodes]
-        ports = [
-            SharedLink(
-                name=f"{way}-{name}",
-                bandwidth_bytes_per_s=self.port_bytes_per_s,
-                members=tuple((name, other) if way == "out-of" else (other, name) for other in names if other != name),
-            )
-            for way in ("out-of", "into")
-            for name in names
-        ]
+        ports = node_ports({node.name: self.port_bytes_per_s for node in nodes})
         link = NodeLink(latency_s=LATENCY_S, bandwidth_bytes_per_s=None)
-        return ClusterTopology(name="ports", nodes=nodes, shared_links=tuple(ports), default_link=link)
+        return ClusterTopology(name="ports", nodes=nodes, shared_links=ports, default_link=link)
 
     def plan(self, schedule: Schedule) -> Plan:
         """Return the plan of an order of the stages; a node holds neighboring stages of one replica."""

@@ -35,7 +35,7 @@ from rounds import print_table, write_json
 
 from raypipe.analysis.idle import divide
 from raypipe.artifacts.profile import ModelProfile
-from raypipe.artifacts.topology import ClusterTopology, Device, Node, NodeLink, SharedLink
+from raypipe.artifacts.topology import ClusterTopology, Device, Node, NodeLink, node_ports
 from raypipe.artifacts.trace import Dimension
 from raypipe.communication.policy import SCHEDULED, Communication
 from raypipe.planning import chunks
@@ -77,15 +77,7 @@ class Case:
             )
             for name in names
         )
-        ports = tuple(
-            SharedLink(
-                name=f"{way}-{name}",
-                bandwidth_bytes_per_s=1e9 / 8 * self.gbits,
-                members=tuple((name, other) if way == "out-of" else (other, name) for other in names if other != name),
-            )
-            for way in ("out-of", "into")
-            for name in names
-        )
+        ports = node_ports(dict.fromkeys(names, 1e9 / 8 * self.gbits))
         link = NodeLink(bandwidth_bytes_per_s=None, latency_s=2 * LATENCY_S)
         return ClusterTopology(name="A800", nodes=nodes, shared_links=ports, default_link=link)
 

@@ -31,7 +31,7 @@ from models import models
 from rounds import print_table, write_json
 
 from raypipe.artifacts.profile import ModelProfile
-from raypipe.artifacts.topology import ClusterTopology, Device, Link, Node, NodeLink, SharedLink
+from raypipe.artifacts.topology import ClusterTopology, Device, Link, Node, NodeLink, node_ports
 from raypipe.errors import PlanError
 from raypipe.planning.evaluator import LayoutEvaluator
 from raypipe.planning.plan_bound import plan_bound
@@ -69,17 +69,11 @@ def two_islands(memory_bytes: int) -> ClusterTopology:
 def star(memory_bytes: int) -> ClusterTopology:
     """Eight nodes at a switch, all with 10 Gbit/s but one with 1 Gbit/s; a node's transfers share its port."""
     names = [f"n{number}" for number in range(8)]
-    shared = []
-    for number, name in enumerate(names):
-        others = [other for other in names if other != name]
-        bandwidth = 0.125e9 if number == 3 else 1.25e9
-        shared.append(SharedLink(name=f"{name}/out", bandwidth_bytes_per_s=bandwidth, members=tuple((name, other) for other in others)))
-        shared.append(SharedLink(name=f"{name}/in", bandwidth_bytes_per_s=bandwidth, members=tuple((other, name) for other in others)))
     return ClusterTopology(
         name="star",
         nodes=tuple(node(name, 1, memory_bytes) for name in names),
         default_link=NodeLink(latency_s=5e-5),
-        shared_links=tuple(shared),
+        shared_links=node_ports({name: 0.125e9 if name == "n3" else 1.25e9 for name in names}),
     )
 
 
@@ -190,7 +184,7 @@ def over(found: dict[str, Any]) -> dict[str, str]:
     """How far raypipe's plan is above its bounds."""
     own_s = found["times"][OWN]
     kinds = {"raypipe / bound": "bound_s", "raypipe / bundled": "bundled_s", "raypipe / one run": "one_run_s"}
-    return {text: f"{own_s / found[kind]:.3f}" for text, kind in kinds.items() if found.get(kind)}
+    return {text: f"{own_s / found[kind]:.3f}" if found.get(kind) else "-" for text, kind in kinds.items()}
 
 
 def summarise(results: list[dict[str, Any]], topologies: list[str]) -> None:

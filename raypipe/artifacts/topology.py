@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import os
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from itertools import pairwise, permutations, product
@@ -96,6 +96,20 @@ class SharedLink:
     name: Name
     bandwidth_bytes_per_s: Annotated[float, Field(gt=0, json_schema_extra={"remedy": "leave the shared link out where there is no limit"})]
     members: tuple[tuple[str, str], ...]
+
+
+def node_ports(out: Mapping[str, float], into: Mapping[str, float] | None = None) -> tuple[SharedLink, ...]:
+    """Return a port of each node for all that leaves it, and one for all that comes to it: bytes per second, both ways alike by default."""
+    ways = {"out": out, "in": out if into is None else into}
+    return tuple(
+        SharedLink(
+            name=f"{node}/{way}",
+            bandwidth_bytes_per_s=rates[node],
+            members=tuple((node, other) if way == "out" else (other, node) for other in out if other != node),
+        )
+        for node in out
+        for way, rates in ways.items()
+    )
 
 
 @record()

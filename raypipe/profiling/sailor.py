@@ -23,7 +23,7 @@ from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveIn
 
 from raypipe.artifacts.files import read_text
 from raypipe.artifacts.profile import LayerProfile, LayerTimes, ModelProfile
-from raypipe.artifacts.topology import ClusterTopology, Device, Link, Node, NodeLink, SharedLink
+from raypipe.artifacts.topology import ClusterTopology, Device, Link, Node, NodeLink, SharedLink, node_ports
 from raypipe.artifacts.validation import from_tree
 from raypipe.errors import FormatError, InputError, UnknownNameError
 from raypipe.profiling.pipedream import WEIGHT_GRAD_SHARE
@@ -282,18 +282,15 @@ class SailorData:
     def _together(self, one: GpuNode, other: GpuNode) -> float:
         return self._between_gpus(one, other, one.num_gpus, other.num_gpus).line[1]
 
-    def _ports(self, made: Sequence[Node], nodes: Sequence[GpuNode], rate_share: float) -> list[SharedLink]:
-        ports: list[SharedLink] = []
+    def _ports(self, made: Sequence[Node], nodes: Sequence[GpuNode], rate_share: float) -> tuple[SharedLink, ...]:
+        if len(made) < 3:
+            return ()
+        out, into = {}, {}
         for node, own in zip(made, nodes, strict=True):
-            others = [(peer.name, gpus) for peer, gpus in zip(made, nodes, strict=True) if peer is not node]
-            if len(others) > 1:
-                out = max(self._together(own, gpus) for _, gpus in others) * rate_share
-                into = max(self._together(gpus, own) for _, gpus in others) * rate_share
-                ports += [
-                    SharedLink(name=f"{node.name}/out", bandwidth_bytes_per_s=out, members=tuple((node.name, peer) for peer, _ in others)),
-                    SharedLink(name=f"{node.name}/in", bandwidth_bytes_per_s=into, members=tuple((peer, node.name) for peer, _ in others)),
-                ]
-        return ports
+            others = [gpus for peer, gpus in zip(made, nodes, strict=True) if peer is not node]
+            out[node.name] = max(self._together(own, gpus) for gpus in others) * rate_share
+            into[node.name] = max(self._together(gpus, own) for gpus in others) * rate_share
+        return node_ports(out, into)
 
     def _curves(self, one: GpuNode, other: GpuNode) -> dict[tuple[int, int], _Curve]:
         return {

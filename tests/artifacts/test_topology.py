@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from raypipe.artifacts import codec
 from raypipe.artifacts.syntax import yaml_text, yaml_tree
-from raypipe.artifacts.topology import FORMAT, ClusterTopology, Device, Link, Node, NodeLink, Overheads, Path, SharedLink
+from raypipe.artifacts.topology import FORMAT, ClusterTopology, Device, Link, Node, NodeLink, Overheads, Path, SharedLink, node_ports
 from raypipe.errors import FormatError, NoLinkError, PlanError
 from tests.strategies import SHOWN
 
@@ -419,3 +419,14 @@ def test_a_route_over_a_lost_link_is_lost_with_it() -> None:
     )
     cut = ClusterTopology(name="line", nodes=nodes, links=links).without_link("c", "b")
     assert [(link.source, link.target) for link in cut.links] == [("a", "b")]
+
+
+def test_a_node_has_a_port_for_what_leaves_it_and_one_for_what_comes() -> None:
+    ports = {port.name: port for port in node_ports({"a": 1.0, "b": 2.0, "c": 3.0}, {"a": 4.0, "b": 5.0, "c": 6.0})}
+    assert {name: port.bandwidth_bytes_per_s for name, port in ports.items()} == {
+        **{"a/out": 1.0, "b/out": 2.0, "c/out": 3.0},
+        **{"a/in": 4.0, "b/in": 5.0, "c/in": 6.0},
+    }
+    assert ports["b/out"].members == (("b", "a"), ("b", "c"))
+    assert ports["b/in"].members == (("a", "b"), ("c", "b"))
+    assert [port.bandwidth_bytes_per_s for port in node_ports({"a": 1.0, "b": 2.0})] == [1.0, 1.0, 2.0, 2.0]

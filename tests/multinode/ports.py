@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
-from raypipe.artifacts.topology import ClusterTopology, Device, Node, NodeLink, SharedLink
+from raypipe.artifacts.topology import ClusterTopology, Device, Node, NodeLink, node_ports
 from tests.multinode.cluster import Cluster, cluster
 from tests.multinode.network import Network
 
@@ -33,14 +33,6 @@ def set_port(machines: Network, node: int, bytes_per_s: float) -> None:
 def topology(fallen: Mapping[int, float] | None = None) -> ClusterTopology:
     """What `raypipe probe` would find of the ports, some of them at a part of their rate."""
     names = [f"node{number}" for number in range(4)]
-    shared = [
-        SharedLink(
-            name=f"{way}-{name}",
-            bandwidth_bytes_per_s=PORT * GOODPUT * (fallen or {}).get(number, 1.0),
-            members=tuple((name, other) if way == "from" else (other, name) for other in names if other != name),
-        )
-        for number, name in enumerate(names)
-        for way in ("from", "to")
-    ]
+    shared = node_ports({name: PORT * GOODPUT * (fallen or {}).get(number, 1.0) for number, name in enumerate(names)})
     nodes = tuple(Node(name=name, devices=(Device(f"{name}/0", "cpu"),)) for name in names)
-    return ClusterTopology(name="ports", nodes=nodes, shared_links=tuple(shared), default_link=NodeLink(latency_s=1e-4))
+    return ClusterTopology(name="ports", nodes=nodes, shared_links=shared, default_link=NodeLink(latency_s=1e-4))

@@ -10,7 +10,7 @@ from dataclasses import replace
 import networkx as nx
 
 from raypipe.artifacts.profile import LayerProfile, ModelProfile
-from raypipe.artifacts.topology import ClusterTopology, Device, Link, Node, NodeLink, SharedLink
+from raypipe.artifacts.topology import ClusterTopology, Device, Link, Node, NodeLink, node_ports
 from raypipe.planning.layout import Layout
 from raypipe.planning.problem import Problem
 from raypipe.simulation.plan_cost import STATE_BYTES_PER_PARAMETER_BYTE
@@ -114,13 +114,9 @@ def slow_sums(*, num_layers: int = 2, num_devices: int = 2, num_microbatches: in
 def behind_ports(*, num_nodes: int = 5, output_bytes: int = 16_000_000, parameter_bytes: int = 20_000_000) -> Problem:
     """Ten layers on nodes of one device, each behind a port of 1 GB/s either way."""
     names = [f"node{number}" for number in range(num_nodes)]
-    ports: list[SharedLink] = []
-    for name in names:
-        out = tuple((name, other) for other in names if other != name)
-        into = tuple((other, name) for _, other in out)
-        ports += [SharedLink(name=f"{name}/{way}", bandwidth_bytes_per_s=1e9, members=ends) for way, ends in (("out", out), ("in", into))]
+    ports = node_ports(dict.fromkeys(names, 1e9))
     nodes = tuple(Node(name=name, devices=(Device(f"{name}/0", "gpu"),)) for name in names)
-    topology = ClusterTopology(name="ports", nodes=nodes, default_link=NodeLink(latency_s=5e-5), shared_links=tuple(ports))
+    topology = ClusterTopology(name="ports", nodes=nodes, default_link=NodeLink(latency_s=5e-5), shared_links=ports)
     profile = ModelProfile.uniform(
         10, forward_s=0.004, backward_s=0.008, output_bytes=output_bytes, parameter_bytes=parameter_bytes, microbatch_size=4
     )

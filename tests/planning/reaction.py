@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 from raypipe.artifacts.profile import ModelProfile
-from raypipe.artifacts.topology import ClusterTopology, Device, Link, Node, NodeLink, SharedLink
+from raypipe.artifacts.topology import ClusterTopology, Device, Link, Node, NodeLink, node_ports
 from raypipe.communication.patterns import Pattern
 from raypipe.network.estimate import NetworkEstimate, Transfer
 from raypipe.planning.choices import Choice
@@ -47,15 +47,7 @@ PROFILE = ModelProfile.uniform(8, forward_s=0.008, backward_s=0.016, output_byte
 
 def ports(fallen: Mapping[int, float] | None = None, *, wires: Mapping[tuple[int, int], float] | None = None) -> ClusterTopology:
     """Four nodes with one port each, some of them at a part of their rate, and some wires at a part of a port's."""
-    shared = [
-        SharedLink(
-            name=f"{way}-{name}",
-            bandwidth_bytes_per_s=PORT * (fallen or {}).get(number, 1.0),
-            members=tuple((name, other) if way == "from" else (other, name) for other in NODES if other != name),
-        )
-        for number, name in enumerate(NODES)
-        for way in ("from", "to")
-    ]
+    shared = node_ports({name: PORT * (fallen or {}).get(number, 1.0) for number, name in enumerate(NODES)})
     return ClusterTopology(
         name="ports",
         nodes=tuple(Node(name=name, devices=(Device(device, "cpu"),)) for name, device in zip(NODES, DEVICES, strict=True)),

@@ -7,7 +7,7 @@ from itertools import combinations, pairwise, permutations
 import pytest
 
 from raypipe.artifacts.profile import LayerTimes, ModelProfile, NamedEdge
-from raypipe.artifacts.topology import ClusterTopology, Device, Link, Node, NodeLink, SharedLink
+from raypipe.artifacts.topology import ClusterTopology, Device, Link, Node, NodeLink, SharedLink, node_ports
 from raypipe.errors import NoLinkError
 from raypipe.planning import chunks
 from raypipe.planning.evaluator import LayoutEvaluator
@@ -25,14 +25,8 @@ ORDERS = ("1f1b", "list", "gpipe", "zb-h1", "zb-h2")
 def hub(problem: Problem, ports: tuple[float, ...]) -> Problem:
     """The same devices as nodes at a switch, with ports of so many bytes per second each way."""
     nodes = problem.topology.nodes
-    shared = []
-    for node, rate in zip(nodes, ports, strict=True):
-        others = [other.name for other in nodes if other is not node]
-        shared.append(
-            SharedLink(name=f"{node.name}/out", bandwidth_bytes_per_s=rate, members=tuple((node.name, other) for other in others))
-        )
-        shared.append(SharedLink(name=f"{node.name}/in", bandwidth_bytes_per_s=rate, members=tuple((other, node.name) for other in others)))
-    topology = ClusterTopology(name="hub", nodes=nodes, default_link=NodeLink(latency_s=0.0), shared_links=tuple(shared))
+    shared = node_ports({node.name: rate for node, rate in zip(nodes, ports, strict=True)})
+    topology = ClusterTopology(name="hub", nodes=nodes, default_link=NodeLink(latency_s=0.0), shared_links=shared)
     return replace(problem, topology=topology)
 
 

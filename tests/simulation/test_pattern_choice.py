@@ -10,7 +10,7 @@ from dataclasses import replace
 import networkx as nx
 import pytest
 
-from raypipe.artifacts.topology import ClusterTopology, Device, Link, Node, NodeLink, SharedLink
+from raypipe.artifacts.topology import ClusterTopology, Device, Link, Node, NodeLink, node_ports
 from raypipe.communication.paths import LinkPath, PathOf
 from raypipe.communication.patterns import MOST_MESHED, Pattern, direct, exchange, ring, tree
 from raypipe.communication.policy import CHUNK_S
@@ -35,15 +35,7 @@ def cluster(
 ) -> ClusterTopology:
     """Nodes with one port each; `slow` has the rates of single wires, `ports` those of ports."""
     names = [f"n{number}" for number in range(num_nodes)]
-    shared = [
-        SharedLink(
-            name=f"{way}-{name}",
-            bandwidth_bytes_per_s=(ports or {}).get(number, RATE),
-            members=tuple((name, other) if way == "from" else (other, name) for other in names if other != name),
-        )
-        for number, name in enumerate(names)
-        for way in ("from", "to")
-    ]
+    shared = node_ports({name: (ports or {}).get(number, RATE) for number, name in enumerate(names)})
     local = NodeLink(bandwidth_bytes_per_s=100 * RATE, latency_s=LATENCY_S / 10)
     return ClusterTopology(
         name="ports",
