@@ -9,7 +9,7 @@ from raypipe import stopping
 from raypipe.planning.evaluator import Evaluation, LayoutEvaluator
 from raypipe.planning.layout import Layout
 
-ORDERS = ("1f1b", "zb-h1", "zb-h2", "pipedream-2bw", "async-1f1b", "list")
+ORDERS = ("1f1b", "zb-h1", "zb-h2", "zb-auto", "pipedream-2bw", "async-1f1b", "list")
 """Orders with one stage on each worker, of which forwards may run ahead."""
 _LEAST_GAIN = 1.005  # Below it, activations are not worth their memory.
 _NO_GAIN = 1.001

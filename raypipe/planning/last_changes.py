@@ -12,16 +12,19 @@ from dataclasses import replace
 
 from raypipe import stopping
 from raypipe.planning import hidden_sums
+from raypipe.planning.ahead import with_forwards_ahead
 from raypipe.planning.evaluator import Evaluation, LayoutEvaluator, better
 from raypipe.planning.layout import Layout
 from raypipe.planning.moves import Moves
 
+_ALIKE = (("1f1b", "list"), ("zb-h1", "zb-h2"))
 _MOST_TOGETHER = 4
 _MOST_STEPS = 8
 _NUM_SIMULATED = 240  # Layouts after random changes.
 _MOST_CHANGES = 40  # For each of them; most are of no use, as estimates say.
 _SIMULATION_WORK_S = 30e-3  # Of each simulated change, besides its simulation: patterns for the sums of new workers are chosen.
 _SLACK = 1.05  # Of estimates, whose ratio is not that of simulated layouts.
+_LEAST_GAIN = 1.002  # Of another order, which may hold more activations.
 _TEMPERATURE = 0.02  # Average relative slowdown that is accepted at first.
 
 
@@ -38,7 +41,23 @@ def changed_at_last(evaluator: LayoutEvaluator, evaluation: Evaluation, *, effor
     if best is not evaluation:
         with stopping.part():
             best = _with_shifted_cuts(evaluator, best)
+    with stopping.part():
+        best = _in_other_orders(evaluator, best)
     return best
+
+
+def _in_other_orders(evaluator: LayoutEvaluator, evaluation: Evaluation) -> Evaluation:
+    """Return the layout in the best of the orders that split backwards as its own does, each with forwards ahead."""
+    layout = evaluation.layout
+    if not layout.has_estimate or len(layout.workers) < 2:
+        return evaluation
+    for order in next((alike for alike in _ALIKE if layout.order in alike), ()):
+        if order != layout.order:
+            other = evaluator.simulate(Layout(layout.cuts, layout.workers, order))
+            other = with_forwards_ahead(evaluator, other, most_steps=_MOST_STEPS)
+            if other is not None and (other.missing_bytes, other.loss_s * _LEAST_GAIN) < evaluation.rank:
+                evaluation = other
+    return evaluation
 
 
 def _with_shifted_cuts(evaluator: LayoutEvaluator, evaluation: Evaluation) -> Evaluation:
