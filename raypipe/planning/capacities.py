@@ -8,15 +8,35 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from raypipe.planning.problem import Floats, Problem
-from raypipe.planning.run_bound import PortRates
 
 _MOST_MEMBERS = 8  # Most devices of a worker of which all borders between members are looked at.
 _NO_LIMIT = 1e300
+
+
+class PortRates(NamedTuple):
+    """Most bytes per second of each member of a worker.
+
+    Attributes:
+        out: Those that leave it for devices outside the worker.
+        into: Those that come to it from such devices.
+        of_sum: Those that leave it for other members, of one sum.
+        of_sums: Those that leave it for other members, of several sums at once.
+        border: Those that cross the narrowest border between some members and the others.
+        port: Those that leave it in all.
+    """
+
+    out: Floats
+    into: Floats
+    of_sum: Floats
+    of_sums: Floats
+    border: float
+    port: Floats
 
 
 @dataclass(frozen=True)
@@ -58,7 +78,7 @@ class Capacities:
         links = problem.bandwidth[np.ix_(members, members)].copy()
         np.fill_diagonal(links, 0.0)
         links = np.where(np.isfinite(links), links, _NO_LIMIT)
-        are_apart = self._are_apart[np.ix_(members, members)]
+        are_apart = self.are_apart[np.ix_(members, members)]
         by_port = self._to_one_node(np.where(are_apart, 0.0, links), problem.nodes_of[members])
         of_sum: Floats = np.where(are_apart, links, 0.0).sum(axis=1) + by_port
         of_sums = np.minimum(links.sum(axis=1), self.of_ports[0][members])
@@ -78,7 +98,7 @@ class Capacities:
         return rates
 
     @cached_property
-    def _are_apart(self) -> NDArray[np.bool_]:
+    def are_apart(self) -> NDArray[np.bool_]:
         """Whether what one device sends another one does not pass the port of its node."""
         problem, topology = self.problem, self.problem.topology
         if problem.has_plain_links:
@@ -109,8 +129,8 @@ class Capacities:
         problem = self.problem
         linked = problem.bandwidth.copy()
         np.fill_diagonal(linked, 0.0)
-        by_port = self._to_one_node(np.where(self._are_apart, 0.0, linked), problem.nodes_of)
-        return np.sort(np.where(self._are_apart, linked, 0.0), axis=1)[:, ::-1], by_port
+        by_port = self._to_one_node(np.where(self.are_apart, 0.0, linked), problem.nodes_of)
+        return np.sort(np.where(self.are_apart, linked, 0.0), axis=1)[:, ::-1], by_port
 
     def between(self, sources: NDArray[np.bool_], targets: NDArray[np.bool_]) -> float:
         """Return the most bytes per second from some devices to others.

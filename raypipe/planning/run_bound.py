@@ -16,7 +16,7 @@ T in which all layers find devices. Devices that can change places count once.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import NamedTuple
@@ -25,6 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from raypipe import stopping
+from raypipe.planning.capacities import Capacities, PortRates
 from raypipe.planning.problem import Floats, Problem
 
 _MOST_STEPS = 1e8  # Most runs that one T may take, times ends of these.
@@ -35,26 +36,6 @@ _NEVER = 1e30  # Seconds for a byte where there is no link; finite, so that no b
 _EXACT = 1 + 1e-9
 
 States = NDArray[np.int_]
-
-
-class PortRates(NamedTuple):
-    """Most bytes per second of each member of a worker.
-
-    Attributes:
-        out: Those that leave it for devices outside the worker.
-        into: Those that come to it from such devices.
-        of_sum: Those that leave it for other members, of one sum.
-        of_sums: Those that leave it for other members, of several sums at once.
-        border: Those that cross the narrowest border between some members and the others.
-        port: Those that leave it in all.
-    """
-
-    out: Floats
-    into: Floats
-    of_sum: Floats
-    of_sums: Floats
-    border: float
-    port: Floats
 
 
 @dataclass(frozen=True)
@@ -137,13 +118,13 @@ class RunBound:
     Attributes:
         own_s: Seconds of each layer's F, I and W of a microbatch on each device alone: [device, part, layer].
         sums: Bytes of gradients of each layer.
-        port_rates: Returns the rates of the members of a worker.
+        capacities: What links carry.
     """
 
     problem: Problem
     own_s: Floats
     sums: Floats
-    port_rates: Callable[[Sequence[int]], PortRates]
+    capacities: Capacities
 
     @cached_property
     def _kinds(self) -> list[list[int]]:
@@ -164,11 +145,12 @@ class RunBound:
             return False
         turned = np.arange(problem.num_devices)
         turned[[one, other]] = other, one
-        pairs, ports = np.ix_(turned, turned), [self.port_rates([device]) for device in (one, other)]
+        pairs, ports = np.ix_(turned, turned), [self.capacities.of_members([device]) for device in (one, other)]
         nodes = np.equal.outer(problem.nodes_of, problem.nodes_of)
         return bool(
             np.array_equal(problem.bandwidth[pairs], problem.bandwidth)
             and np.array_equal(nodes[pairs], nodes)
+            and np.array_equal(self.capacities.are_apart[pairs], self.capacities.are_apart)
             and (ports[0].out, ports[0].into) == (ports[1].out, ports[1].into)
         )
 
@@ -215,14 +197,20 @@ class RunBound:
             members=members,
             shares=np.array([num_rows // count if are_equal else self._fewest(members, member) for member in members]) / num_rows,
             even_share=math.ceil(num_rows / count) / num_rows if are_equal else 0.0,
-            rates=self.port_rates(members),
+            rates=self.capacities.of_members(members),
         )
 
     def _fewest(self, members: list[int], member: int) -> int:
-        """Return the rows of a member where others are first, which get those that may be either's."""
-        rows = self.problem.rows([*(other for other in members if other != member), member])
-        assert rows is not None, "there are as many rows as members"
-        return rows[-1]
+        """Return the fewest rows of a member: others have those that may be either's, and it gives back those that are too many."""
+        others = [other for other in members if other != member]
+        last, first = self.problem.rows([*others, member]), self.problem.rows([member, *others])
+        assert last is not None, "there are as many rows as members"
+        assert first is not None, "there are as many rows as members"
+        return min(last[-1], first[0])
+
+    def least_share(self, count: int) -> float:
+        """Return the least part of the rows that a member of a worker of so many devices has; 0 where there is none."""
+        return min((float(worker.shares.min()) for worker in self.workers if len(worker.members) == count), default=0.0)
 
     @cached_property
     def crossing(self) -> Floats:

@@ -6,6 +6,7 @@ They are closer than those of all plans (`plan_bound`), which may place any laye
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from functools import cached_property
 
 import numpy as np
@@ -16,7 +17,7 @@ from raypipe.planning.run_bound import RunBound
 from raypipe.planning.shape_bound import ShapeBound
 from raypipe.planning.two_run_bound import TwoRunBound
 
-_CLOSE = 1.005
+_CLOSE = 1.01
 
 
 class ScheduleBound:
@@ -36,7 +37,7 @@ class ScheduleBound:
         if ports is None or not ports.is_chain:
             return None
         own_s = np.diff(problem.prefix_s, axis=2)[np.array(problem.kind_of)] / self._bounds.alone[:, None, None]
-        return RunBound(problem, own_s, ports.sums, self._bounds.capacities.of_members)
+        return RunBound(problem, own_s, ports.sums, self._bounds.capacities)
 
     @cached_property
     def one_run_s(self) -> float | None:
@@ -45,37 +46,37 @@ class ScheduleBound:
 
     @cached_property
     def bundled_s(self) -> float | None:
-        """Least seconds of an update of any plan with a bundled schedule; unknown for more than a few devices.
+        """Least seconds of an update of any plan with a bundled schedule whose updates do not overlap.
 
-        Bundled schedules have one pipeline with one run a worker, with two, or with more; or several pipelines.
+        Its workers have one run of layers in one pipeline, or two, or more; or there are several pipelines. Unknown for more than eight
+        devices or a hundred layers, for many layers on unlike devices, and where a port has no limit or no link.
         """
-        if self._runs is None or self.one_run_s is None:
-            return None
-        two_runs = TwoRunBound(self._runs)
-        least_shares = np.zeros(self.problem.num_devices)
-        for count in range(1, self.problem.num_devices + 1):
-            shares = [worker.shares.min() for worker in self._runs.workers if len(worker.members) == count]
-            least_shares[count - 1] = min(shares, default=0.0)
+        if self._runs is None or self.one_run_s is None or not self.at_least_s:
+            return self.one_run_s
         others = ShapeBound(
             num_microbatches=self.problem.num_microbatches,
-            least_shares=least_shares,
+            least_shares=np.array([self._runs.least_share(count + 1) for count in range(self.problem.num_devices)]),
             own_s=self._runs.own_s.min(axis=0),
             crossing=self._runs.crossing,
             sums=self._runs.sums,
             rates=self._bounds.capacities.of_ports[0],
         )
+        two_runs = TwoRunBound(self._runs)
         if not (others.is_small and two_runs.is_small(self.one_run_s)):
             return None
+        least_s = self.one_run_s
+        for is_possible in (others.is_possible, two_runs.is_possible):
+            least_s = _least_s(is_possible, self.at_least_s, least_s)
+        return least_s
 
-        def is_possible(seconds: float) -> bool:
-            return others.is_possible(seconds) or two_runs.is_possible(seconds)
 
-        low, high = self.at_least_s, self.one_run_s
-        if is_possible(low):
-            return low
-        if not is_possible(high):
-            return high
-        while high > low * _CLOSE:
-            middle = math.sqrt(low * high)
-            low, high = (low, middle) if is_possible(middle) else (middle, high)
+def _least_s(is_possible: Callable[[float], bool], low: float, high: float) -> float:
+    """Return seconds within which something is impossible, between two, as many as there are but for a hundredth."""
+    if not is_possible(high):
+        return high
+    if low == high or is_possible(low):
         return low
+    while high > low * _CLOSE:
+        middle = math.sqrt(low * high)
+        low, high = (low, middle) if is_possible(middle) else (middle, high)
+    return low

@@ -2,15 +2,18 @@
 
 The shape of a schedule says which worker has which stage in which pipeline. Where the same stage lies on n devices, each of its gradients
 is sent 2 (n - 1) times at least, in shares and totals, once by each device; and at each border of stages, the activations of the
-microbatches of a pipeline and their gradients. For each shape and each number of devices of every worker,
+microbatches of a pipeline and their gradients. For each shape and each number of devices of every worker, within T seconds
 
-    all ports together carry all bytes, and the port of the slowest device those of its part of a worker's stages
-    a worker computes its part of all its stages in an update
+    all ports together carry all bytes;
+    those of each worker carry its part of them;
+    each worker computes its part of all its stages;
+    each worker computes all forwards of the stages that it has alone, and then its ports carry the sums of these;
+    the port of the slowest device carries its part of what its worker sends, and sums only behind the forwards of one pipeline.
 
-and a dynamic program over stages finds the cut with the least bytes. There each stage alone fits into an update; with a price for the work
-of each worker that has too much of it, raised step by step, so do all stages of a worker: the Lagrangian dual.
+A dynamic program over stages finds the cut with the least bytes. Each stage alone fits into T there. What a worker has too much of gets a
+price, which rises step by step until no cut is cheap enough, or one fits: the Lagrangian dual of the second to fourth line.
 
-Each worker may have the fastest devices, and each but one the fastest ports.
+Each worker may have the fastest devices and the fastest ports here, but for one that has the slowest.
 """
 
 from __future__ import annotations
@@ -147,19 +150,21 @@ class ShapeBound:
         return False
 
     def _shapes(self, num_workers: int, seconds: float) -> Iterator[Pipelines]:
+        num_layers = len(self.sums)
+        if num_workers > num_layers:
+            return
         room_s = seconds * float(self._fastest.sum())
         cheapest_s = 2 * np.sort(self._crossing_s[1:-1]).cumsum()
-        for num_rounds in range(3, len(self._work_s[1:]) // num_workers + 1):
+        for num_rounds in range(3, num_layers // num_workers + 1):
             if cheapest_s[num_workers * num_rounds - 2] > room_s:
                 break
             yield (tuple(range(num_workers)) * num_rounds,)
         for num_pipelines in range(2, min(num_workers, self.num_microbatches) + 1):
-            if num_workers < len(self._work_s):
-                yield from placements(num_workers, num_pipelines)
+            yield from placements(num_workers, num_pipelines)
         for num_pipelines in range(2, num_workers + 1, 2):
-            placed = chimera.pipelines(num_workers, num_pipelines)[: self.num_microbatches]
-            if num_workers % num_pipelines == 0 and num_workers < len(self._work_s) and len(placed) > 1:
-                yield placed
+            if num_workers % num_pipelines == 0:
+                # Copies in pipelines without microbatches only add. Of one microbatch, both halves are on their way back at once.
+                yield chimera.pipelines(num_workers, num_pipelines)[: self.num_microbatches]
 
     def _fits(self, shape: _Shape, sizes: Counts, seconds: float) -> bool:
         """Return whether some cut may do, for some numbers of devices of the workers: [choice, worker]."""
@@ -239,7 +244,8 @@ class ShapeBound:
         """Return whether some worker may have the device with the slowest port of as many devices as there are, by choice."""
         rates = self._fastest[sizes.sum(axis=1) - 1]
         copied = (sizes @ shape.holds.T > 1).astype(float)
-        # Before a device sends gradients, its rows of some pipeline have passed all stages, on devices that compute whole shares there.
+        # Before a device sends gradients, its rows of some pipeline have passed each stage, on a device that computes a whole share there.
+        # Of some stage that takes as long as that of all of them on all devices.
         begun_s = shape.part * self._forward_s[-1] * self._even(sizes).min(axis=1) / sizes.sum(axis=1)
         finds = np.zeros(len(sizes), dtype=bool)
         for worker in range(sizes.shape[1]):

@@ -24,7 +24,7 @@ from raypipe import stopping
 from raypipe.planning.problem import Floats
 from raypipe.planning.run_bound import RunBound, Worker, inverse, longest
 
-_MOST_STEPS = 3e9  # Most pairs of runs of all workers, times the states to which each can be added.
+_MOST_STEPS = 3e8  # Most pairs of runs from all first layers, times the states to which their worker can be added.
 _STEP_WORK_S = 4e-9
 _WORD_BITS = 64
 _EXACT = 1 + 1e-9
@@ -34,7 +34,7 @@ Words = NDArray[np.uint64]
 
 
 class _Pairs(NamedTuple):
-    """Pairs of runs of a worker: [end of the first run, start of the second one, length of the second one].
+    """Pairs of runs of a worker: [end of the first run, start of the second one, length of the second one], each from the least one on.
 
     Attributes:
         own_s: From the arrival of the first microbatch until all is computed and summed; never for no pair.
@@ -97,7 +97,7 @@ class TwoRunBound:
     def _pairs(self, worker: Worker, first: int, most: int) -> _Pairs:
         """Return the pairs whose first run begins at a layer, of at most so many layers a run."""
         num_layers, count = self._num_layers, self.one_run.problem.num_microbatches
-        starts = np.arange(num_layers)[:, None]
+        starts = np.arange(first + 2, num_layers)[:, None]
         ends = np.minimum(starts + np.arange(1, most + 1), num_layers)
         firsts = np.arange(first + 1, min(first + most, num_layers) + 1)
         exists = (starts > firsts[:, None, None]) & (starts + np.arange(1, most + 1) <= num_layers)
@@ -171,16 +171,18 @@ class TwoRunBound:
 
 def _down(to: Truths, covered: Truths, fits: Truths, first: int) -> None:
     """Add to what is covered the pairs whose second run ends where layers are covered."""
-    num_ends, num_layers, most = fits.shape
-    ends = np.minimum(np.arange(num_layers)[:, None] + np.arange(1, most + 1), num_layers)
-    to[first + 1 : first + 1 + num_ends, :num_layers] |= (fits & covered[ends]).any(axis=2)
+    num_ends, num_starts, most = fits.shape
+    num_layers = first + 2 + num_starts
+    ends = np.minimum(np.arange(first + 2, num_layers)[:, None] + np.arange(1, most + 1), num_layers)
+    to[first + 1 : first + 1 + num_ends, first + 2 : num_layers] |= (fits & covered[ends]).any(axis=2)
 
 
 def _around(to: Words, covered: Words, fits: Truths, first: int, *, begins: bool) -> None:
     """Add to what is covered the pairs whose second run begins where layers are covered."""
-    num_ends, num_layers, most = fits.shape
-    for length in range(1, most + 1):
+    num_ends, num_starts, most = fits.shape
+    least = first + 2
+    for length in range(1, min(most, num_starts) + 1):
         # The first worker leaves the last layers to another one.
-        starts = slice(0, max(num_layers - length + (not begins), 0))
-        found = np.where(fits[:, starts, length - 1, None], covered[starts], np.uint64(0))
-        to[first + 1 : first + 1 + num_ends, length : length + found.shape[1]] |= found
+        num_fitting = num_starts - length + (not begins)
+        found = np.where(fits[:, :num_fitting, length - 1, None], covered[least : least + num_fitting], np.uint64(0))
+        to[first + 1 : first + 1 + num_ends, least + length : least + length + num_fitting] |= found

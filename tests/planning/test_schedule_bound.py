@@ -7,12 +7,13 @@ import math
 import random
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
-from raypipe.artifacts.profile import ModelProfile
-from raypipe.artifacts.topology import ClusterTopology
+from raypipe.artifacts.profile import LayerTimes, ModelProfile
+from raypipe.artifacts.topology import ClusterTopology, Link, NodeLink, node_ports
 from raypipe.errors import InputError, NoLinkError
 from raypipe.planning import chunks, two_run_bound
 from raypipe.planning.chunks import CHAIN_ORDERS
@@ -30,6 +31,7 @@ from raypipe.schedules.request import ScheduleRequest
 from raypipe.schedules.search.ring import Pipelines
 from tests.marks import slow_unless
 from tests.planning.any_plans import random_workers
+from tests.planning.test_bound import hub
 from tests.planning.test_run_bound import PROBLEMS, of_star
 
 SYNCHRONOUS = [spec.name for spec in SPECS if not overlaps(spec.name) and spec.name != branch_aware.NAME]
@@ -79,7 +81,7 @@ def test_plans_of_all_kinds_are_tried_against_it() -> None:
     assert min(tried.values()) > 20, tried
 
 
-@pytest.mark.parametrize(("rate", "parameter_bytes", "nearer"), [(5.0, 10**6, 1.003), (20.0, 600, 1.02), (40.0, 600, 1.015)])
+@pytest.mark.parametrize(("rate", "parameter_bytes", "nearer"), [(20.0, 600, 1.02), (40.0, 600, 1.01)])
 def test_on_slow_ports_it_is_nearer_to_the_best_plan_than_that_of_all_plans(rate: float, parameter_bytes: int, nearer: float) -> None:
     problem = of_star(rate, parameter_bytes=parameter_bytes)
     best = solve(LayoutEvaluator(problem))
@@ -88,6 +90,62 @@ def test_on_slow_ports_it_is_nearer_to_the_best_plan_than_that_of_all_plans(rate
     assert bounds.bundled_s is not None
     assert bounds.one_run_s is not None
     assert nearer * of_all_s < bounds.bundled_s <= min(best.update_s, bounds.one_run_s)
+
+
+def rises(times: tuple[float, float]) -> tuple[LayerTimes, ...]:
+    return tuple(LayerTimes(forward_s=each, backward_s=2 * each, weight_grad_s=each) for each in times)
+
+
+def test_the_fewest_rows_of_a_member_are_those_in_any_order() -> None:
+    """Of five rows, weak members get one each, so that a strong one has two rows or one, by its place."""
+    uniform = ModelProfile.uniform(2, microbatch_size=5, output_bytes=10**6, parameter_bytes=0)
+    layers = (uniform.layers[0], replace(uniform.layers[1], parameter_bytes=10**12))
+    kinds = {"strong": rises((1.0, 9.0)), "weak": rises((2.0, 38.0)), "other": rises((9.0, 0.4))}
+    cluster = ClusterTopology.uniform(5, devices_per_node=1)
+    of_nodes = ("strong", "strong", "weak", "weak", "other")
+    nodes = tuple(
+        replace(node, devices=tuple(replace(device, kind=kind) for device in node.devices))
+        for node, kind in zip(cluster.nodes, of_nodes, strict=True)
+    )
+    problem = Problem(replace(uniform, layers=layers, device_kinds=kinds), replace(cluster, nodes=nodes), 60, 5)
+    problem = hub(problem, (196078.0, 1e9, 1e9, 1e9, 1e9))
+    judged = LayoutEvaluator(problem).simulate(Layout((0, 1, 2), ((0, 1, 2, 3), (4,)), "zb-h2"))
+    bounds = ScheduleBound(problem, plan_bound(problem).update_s)
+    assert judged is not None
+    assert bounds.one_run_s is not None
+    assert bounds.bundled_s is not None
+    assert bounds.bundled_s <= bounds.one_run_s <= judged.update_s
+
+
+def test_halves_of_one_microbatch_overlap_on_their_way_back() -> None:
+    profile = ModelProfile.uniform(2, forward_s=1, backward_s=2, weight_grad_s=0, output_bytes=1, parameter_bytes=1, microbatch_size=1)
+    problem = Problem(profile, ClusterTopology.uniform(2, bandwidth_bytes_per_s=100.0, devices_per_node=1), 1, 1)
+    judged = LayoutEvaluator(problem).simulate(Layout((0, 1, 2), ((0,), (1,)), "chimera-halving"))
+    bundled_s = ScheduleBound(problem, plan_bound(problem).update_s).bundled_s
+    assert judged is not None
+    assert bundled_s is not None
+    assert bundled_s <= judged.update_s
+
+
+def test_nodes_with_stated_links_to_others_do_not_change_places_with_all() -> None:
+    """Six nodes at ports, pairs of which have links of their own, as fast as ports: what is summed there may go both ways at once."""
+    cluster = ClusterTopology.uniform(6, devices_per_node=1)
+    names = [node.name for node in cluster.nodes]
+    links = tuple(Link(source=names[at], target=names[at + 3], bandwidth_bytes_per_s=1e6, latency_s=0.0) for at in range(3))
+    ports = [
+        replace(port, members=tuple(pair for pair in port.members if pair not in {ends for link in links for ends in link.directions}))
+        for port in node_ports(dict.fromkeys(names, 1e6))
+    ]
+    topology = replace(cluster, default_link=NodeLink(latency_s=0.0), links=links, shared_links=tuple(ports))
+    profile = ModelProfile.uniform(1, forward_s=8.0, backward_s=16.0, microbatch_size=4, output_bytes=10, parameter_bytes=8_000_000)
+    bound = ScheduleBound(Problem(profile, topology, 2, 4), 1.0)
+    assert bound._runs is not None
+    assert sorted(bound._runs._kinds) == [[0, 3], [1, 4], [2, 5]]
+
+
+def test_layers_that_take_no_time_need_none() -> None:
+    problem = of_star(5.0)
+    assert ScheduleBound(problem, 0.0).bundled_s == 0.0
 
 
 def shape_bound(num_layers: int, num_microbatches: int, rates: tuple[float, ...], seed: int) -> ShapeBound:
