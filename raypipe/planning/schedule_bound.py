@@ -49,7 +49,7 @@ class ScheduleBound:
         """Least seconds of an update of any plan with a bundled schedule whose updates do not overlap.
 
         Its workers have one run of layers in one pipeline, or two, or more; or there are several pipelines. Unknown for more than eight
-        devices or a hundred layers, for many layers on unlike devices, and where a port has no limit or no link.
+        devices or a hundred layers, where a port has no limit or no link, and often for many layers on unlike devices.
         """
         if self._runs is None or self.one_run_s is None or not self.at_least_s:
             return self.one_run_s
@@ -61,20 +61,20 @@ class ScheduleBound:
             sums=self._runs.sums,
             rates=self._bounds.capacities.of_ports[0],
         )
-        two_runs = TwoRunBound(self._runs)
-        if not (others.is_small and two_runs.is_small(self.one_run_s)):
+        if not others.is_small:
             return None
-        least_s = self.one_run_s
-        for is_possible in (others.is_possible, two_runs.is_possible):
-            least_s = _least_s(is_possible, self.at_least_s, least_s)
-        return least_s
+        of_others_s = _least_s(others.is_possible, self.at_least_s, self.one_run_s)
+        two_runs = TwoRunBound(self._runs)
+        if of_others_s > self.at_least_s and not two_runs.is_small(of_others_s):
+            return None
+        return _least_s(two_runs.is_possible, self.at_least_s, of_others_s)
 
 
 def _least_s(is_possible: Callable[[float], bool], low: float, high: float) -> float:
     """Return seconds within which something is impossible, between two, as many as there are but for a hundredth."""
-    if not is_possible(high):
+    if low == high or not is_possible(high):
         return high
-    if low == high or is_possible(low):
+    if is_possible(low):
         return low
     while high > low * _CLOSE:
         middle = math.sqrt(low * high)

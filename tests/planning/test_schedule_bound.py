@@ -264,7 +264,7 @@ def test_many_devices_and_many_pairs_of_runs_have_none(monkeypatch: pytest.Monke
     def found(problem: Problem) -> float | None:
         return ScheduleBound(problem, plan_bound(problem).update_s).bundled_s
 
-    profile = ModelProfile.uniform(12, microbatch_size=16, output_bytes=8)
+    profile = ModelProfile.uniform(12, microbatch_size=16, output_bytes=8, parameter_bytes=600)
     few, many = (Problem(profile, ClusterTopology.uniform(count, bandwidth_bytes_per_s=5.0, devices_per_node=1), 8, 16) for count in (8, 9))
     assert found(few) is not None
     assert found(many) is None
