@@ -296,8 +296,8 @@ def _least_between(values: Floats, firsts: Counts, ends: Counts) -> tuple[Counts
     early = level, rows, firsts
     late = level, rows, np.maximum(ends - (1 << level), 0)
     is_late = all_values[late] < all_values[early]
-    found = np.where(lengths > 0, np.where(is_late, all_values[late], all_values[early]), math.inf)
-    return np.where(is_late, all_chosen[late], all_chosen[early]), found
+    least = np.where(lengths > 0, np.where(is_late, all_values[late], all_values[early]), math.inf)
+    return np.where(is_late, all_chosen[late], all_chosen[early]), least
 
 
 def _sizes(num_workers: int, fewest: int, most: int) -> Counts:

@@ -132,8 +132,8 @@ class TwoRunBound:
         """Return whether an update of some such plan may take so little time."""
         seconds *= _EXACT
         bound, num_layers = self.one_run, self._num_layers
-        # Down and up: whether the layers before one place and from another one on are covered. Around: from where second rounds may have
-        # begun, as bits, whose layers and first ones are covered to these places. Both [state, place, place].
+        # Down and up: whether all layers before one place, and from another one on, have a worker. Around: the layers where a second round
+        # may begin, as bits, so that the first round has workers up to one place and the second one up to another: [state, place, place].
         down = np.zeros((len(bound.states), num_layers + 1, num_layers + 1), dtype=bool)
         around = np.zeros((*down.shape, num_layers // _WORD_BITS + 1), dtype=np.uint64)
         down[0, 0, num_layers] = True
@@ -184,5 +184,5 @@ def _around(to: Words, covered: Words, fits: Truths, first: int, *, begins: bool
     for length in range(1, min(most, num_starts) + 1):
         # The first worker leaves the last layers to another one.
         num_fitting = num_starts - length + (not begins)
-        found = np.where(fits[:, :num_fitting, length - 1, None], covered[least : least + num_fitting], np.uint64(0))
-        to[first + 1 : first + 1 + num_ends, least + length : least + length + num_fitting] |= found
+        fitting = np.where(fits[:, :num_fitting, length - 1, None], covered[least : least + num_fitting], np.uint64(0))
+        to[first + 1 : first + 1 + num_ends, least + length : least + length + num_fitting] |= fitting
