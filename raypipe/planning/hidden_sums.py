@@ -111,6 +111,22 @@ class HiddenSumSearch(OwnTimeSearch):
                     best = min((best, *filter(None, [hidden])), key=_rank)
         return best if best is climbed else self._climbed(best)
 
+    def near(self, layout: Layout) -> Evaluation | None:
+        """Return the best division of one layout, of each order with forwards ahead; `None` where it has no copies, or is divided."""
+        if layout.divided or not layout.has_copies or not layout.has_estimate:
+            return None
+        of_orders: dict[str, Evaluation] = {}
+        for division in self._divisions():
+            evaluation = self.evaluator.simulate(division.of(self.evaluator.problem, layout))
+            if evaluation is not None:
+                of_orders[division.order] = min(of_orders.get(division.order, evaluation), evaluation, key=_rank)
+        best: Evaluation | None = None
+        with stopping.part():
+            for evaluation in sorted(of_orders.values(), key=_rank):
+                hidden = with_forwards_ahead(self.evaluator, self._climbed(evaluation), most_steps=_MOST_STEPS) or evaluation
+                best = min(filter(None, (best, self._climbed(hidden))), key=_rank)
+        return best
+
     def _climbed(self, best: Evaluation) -> Evaluation:
         """Return the best division of the same order and workers, found step by step."""
         problem = self.evaluator.problem

@@ -356,11 +356,18 @@ class _Search:
         best = found.best
         if best is None or isinstance(self.evaluator, ShortEvaluator) or self.schedule != AUTO:
             return found
-        changed = changed_at_last(self.evaluator, best, effort=self.budget.num_simulations / SearchBudget.num_simulations)
+        effort = self.budget.num_simulations / SearchBudget.num_simulations
+        changed = changed_at_last(self.evaluator, best, effort=effort)
         if changed is not best:
             with stopping.part():
                 changed = self.hidden(changed) or changed
-        return replace(found, certain=changed) if best is found.certain else replace(found, others=changed)
+        found = replace(found, certain=changed) if best is found.certain else replace(found, others=changed)
+        divided: Evaluation | None = None
+        with stopping.part():
+            divided = HiddenSumSearch(self.evaluator).near(changed.layout)
+        if divided is not None and better(found.others, divided) is divided:
+            found = replace(found, others=changed_at_last(self.evaluator, divided, effort=effort))
+        return found
 
     def decided(self, found: _Found) -> Evaluation | None:
         """Return the best layout as whole updates, device by device; on many devices only one layout is simulated so."""

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from raypipe.planning.evaluator import LayoutEvaluator
-from raypipe.planning.hidden_sums import Division, HiddenSumSearch
+from raypipe.planning.hidden_sums import ORDERS, Division, HiddenSumSearch
 from raypipe.planning.layout import Layout
 from raypipe.planning.solve import solve
 from tests.planning.instances import behind_ports, slow_sums
@@ -64,9 +64,23 @@ def test_forwards_run_ahead_of_divided_stages_where_messages_are_slow() -> None:
     assert found.update_s < 0.97 * min(other.update_s for other in plain if other is not None)
 
 
-def test_without_copies_nothing_is_divided() -> None:
-    search = HiddenSumSearch(LayoutEvaluator(slow_sums()))
-    assert search.best([Layout((0, 1, 2), ((0,), (1,)))]) is None
+def test_one_layout_is_divided_in_the_best_order_with_forwards_ahead() -> None:
+    evaluator, whole = LayoutEvaluator(behind_ports()), Layout((0, 2, 6, 10), ((0,), (1, 2), (3, 4)), "list")
+    undivided, near = evaluator.simulate(whole), HiddenSumSearch(evaluator).near(whole)
+    assert undivided is not None
+    assert near is not None
+    assert near.layout.worker_cuts == whole.cuts
+    assert near.layout.workers == whole.workers
+    assert any(near.layout.ahead)
+    plain = [evaluator.simulate(Division(order, 4, late).of(evaluator.problem, whole)) for order in ORDERS for late in (6, 12)]
+    assert near.update_s < 0.97 * min(other.update_s for other in (undivided, *plain) if other is not None)
+
+
+def test_without_copies_nothing_is_divided_and_nothing_twice() -> None:
+    search, single = HiddenSumSearch(LayoutEvaluator(slow_sums())), Layout((0, 1, 2), ((0,), (1,)))
+    assert search.best([single]) is None
+    assert search.near(single) is None
+    assert search.near(Division("list", 2, 4).of(slow_sums(), Layout((0, 2), ((0, 1),)))) is None
 
 
 def test_the_search_begins_with_divided_layouts_as_they_were_before() -> None:
