@@ -123,7 +123,8 @@ class HiddenSumSearch(OwnTimeSearch):
         best: Evaluation | None = None
         with stopping.part():
             for evaluation in sorted(of_orders.values(), key=_rank):
-                hidden = with_forwards_ahead(self.evaluator, self._climbed(evaluation), most_steps=_MOST_STEPS) or evaluation
+                # First forwards ahead: while messages hold up all, no division seems better than none.
+                hidden = with_forwards_ahead(self.evaluator, evaluation, most_steps=_MOST_STEPS) or evaluation
                 best = min(filter(None, (best, self._climbed(hidden))), key=_rank)
         return best
 
