@@ -49,11 +49,12 @@ _NUM_CLIMBED = 3  # Kinds of orders with several stages or pipelines whose cuts 
 _LEAST_STEPS = 3  # Of the search for forwards ahead, however small the budget.
 _SLACK = 1.05  # Error of the rank of schedules with a split backward.
 # Shares of the work that is left: of consecutive layers, and of that of the plans of others, and of cuts for the ramp in each order of one
-# stage a worker; of several stages or pipelines; of branches.
+# stage a worker; of the best layout, divided; of several stages or pipelines; of branches.
 _LISTS_SHARE = 0.75
 _OTHERS_SHARE = 0.2
 _RAMPED_SHARE = 0.5
 _OWN_TIMES_SHARE = 0.4
+_DIVIDED_AT_LAST_SHARE = 0.25
 _SPLIT_ORDERS_SHARE = 0.8
 _SEVERAL_SHARE = 0.6
 _BRANCHES_SHARE = 0.8
@@ -363,7 +364,7 @@ class _Search:
                 changed = self.hidden(changed) or changed
         found = replace(found, certain=changed) if best is found.certain else replace(found, others=changed)
         divided: Evaluation | None = None
-        with stopping.part():
+        with stopping.part(share=_DIVIDED_AT_LAST_SHARE):
             divided = HiddenSumSearch(self.evaluator).near(changed.layout)
         if divided is not None and better(found.others, divided) is divided:
             found = replace(found, others=changed_at_last(self.evaluator, divided, effort=effort))
